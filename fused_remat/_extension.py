@@ -1,0 +1,111 @@
+"""Load the compiled operators: `load()` makes `torch.ops.fused_remat.*` exist, or says why it cannot.
+
+Looked for in this order: the library that was compiled when the package was installed, the cache of first-use builds,
+a first-use build (`FUSED_REMAT_NO_BUILD=1` forbids it). Without any, callers take the reference path and one
+RuntimeWarning per process says so.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fused_remat import _build
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `load()` found.
+
+    `origin` is "ahead-of-time", "first-use cache" or None; `torch_version` is the version the library was built for
+    (major.minor for a release built ahead of time); `reason` says why there is no library, or why not the
+    ahead-of-time one.
+    """
+
+    loaded: bool = False
+    origin: str | None = None
+    path: Path | None = None
+    reason: str | None = "load() has not been called"
+    torch_version: str | None = None
+
+
+_lock = threading.Lock()
+_status: Status | None = None
+
+
+def status() -> Status:
+    """The outcome of `load()` so far. Loads nothing."""
+    return _status or Status()
+
+
+@torch.compiler.assume_constant_result
+def load() -> str | None:
+    """Load the compiled operators once per process; None when they are there, else one sentence why they are not.
+
+    Thread-safe, and a constant to torch.compile: a trace calls it for real and goes on. The first call may compile
+    (one line on stderr) and, on failure, emits the process's one RuntimeWarning.
+    """
+    global _status
+    if _status is None:
+        with _lock:
+            if _status is None:
+                _status = _find_and_load()
+                if not _status.loaded:
+                    _warn(_status.reason)
+    return None if _status.loaded else _status.reason
+
+
+def _warn(reason: str | None) -> None:
+    warnings.warn(
+        f"fused_remat runs on its reference path, which is right but saves no memory: {reason}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _find_and_load() -> Status:
+    path, rejected = _ahead_of_time()
+    if path is not None:
+        try:
+            torch.ops.load_library(path)
+        except OSError as error:
+            rejected = f"the installed library {path} cannot be loaded ({error})"
+        else:
+            return Status(True, "ahead-of-time", path, None, _build.library_record(path)[0])
+    try:
+        path = _first_use(rejected)
+    except _build.BuildUnavailable as error:
+        return Status(reason=f"{rejected}; {error}" if rejected else str(error))
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return Status(reason=f"the library {path} cannot be loaded ({error}); delete that file to compile it again")
+    return Status(True, "first-use cache", path, rejected, torch.__version__)
+
+
+def _ahead_of_time() -> tuple[Path | None, str | None]:
+    """The installed library that fits this torch, or why the one that is there does not. Loads nothing."""
+    package = Path(__file__).resolve().parent
+    root = _build.source_root()
+    path = package / _build.library_name(torch.__version__, root)
+    if path.is_file():
+        return path, None
+    others = sorted(package.glob(f"_C.torch*{_build.EXT_SUFFIX}"))
+    if not others:
+        return None, None
+    wanted = _build.abi_version(torch.__version__)
+    built_for = [_build.library_record(other)[0] for other in others]
+    if wanted in built_for:
+        return None, f"the installed library for torch {wanted} was built from other C++ sources or flags"
+    return None, f"the installed library was built for torch {', '.join(built_for)}, this is torch {torch.__version__}"
+
+
+def _first_use(rejected: str | None) -> Path:
+    if os.environ.get("FUSED_REMAT_NO_BUILD", "") not in ("", "0"):
+        raise _build.BuildUnavailable("FUSED_REMAT_NO_BUILD forbids the first-use build; unset it or reinstall")
+    return _build.first_use_library(note=f"{rejected}: " if rejected else "")
