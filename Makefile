@@ -1,0 +1,60 @@
+# Every target is complete on a fresh clone: it makes its own virtual environment and compiles the C++ sources.
+#   make demo     train real models three ways and compare them      DEMO_ARGS="--steps 50"
+#   make test     run the tests                                      PYTEST_ARGS="-k mlp"
+#   make lint     check the style; `make format` applies it
+#   make clean    remove environments and build outputs
+PYTHON ?= python3
+VENV ?= .venv
+# Installed first, so that nothing later replaces it; and packages to do without (.ci/run sets both).
+TORCH ?= torch torchvision
+WITHOUT ?=
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
+CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
+LINT_VENV := $(MAKE) --no-print-directory VENV=.venv-lint TORCH= .venv-lint/.extra-lint
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/.extra-demo
+	$(BIN)/fused-remat compare $(DEMO_ARGS)
+
+test: $(VENV)/.extra-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The linters need neither torch nor the compiled library.
+lint:
+	@$(LINT_VENV)
+	.venv-lint/bin/ruff check .
+	.venv-lint/bin/ruff format --check .
+	.venv-lint/bin/clang-format --dry-run -Werror $(CPP)
+
+format:
+	@$(LINT_VENV)
+	.venv-lint/bin/ruff check --fix .
+	.venv-lint/bin/ruff format .
+	.venv-lint/bin/clang-format -i $(CPP)
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis fused_remat/_C.*
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.torch:
+	@echo "Installing $(or $(TORCH),build tools) into $(VENV); this happens once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) $(TORCH) ninja packaging setuptools
+	@touch $@
+
+# Editable: Python changes need no reinstall, and C++ changes recompile only what they touch.
+$(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py fused_remat/_build.py $(CPP)
+	@echo "Compiling and installing fused_remat into $(VENV); minutes at first"
+	@$(PIP_INSTALL) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(VENV)/.extra-%: pyproject.toml .ci/requirements.py | $(VENV)/.package
+	@echo "Installing the packages of the '$*' extra into $(VENV)"
+	@$(BIN)/python .ci/requirements.py $* $(addprefix --without ,$(WITHOUT)) > $@.txt
+	@$(PIP_INSTALL) --requirement $@.txt
+	@touch $@
