@@ -1,0 +1,145 @@
+"""What torch's profiler saw of a run, as plain records.
+
+The one place that reads the profiler's event tree (`experimental_event_tree`, which torch does not promise to keep);
+everything above works on `Trace` alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch._C._profiler import _EventType, _ProfilerEvent, _TensorMetadata
+from torch.autograd.profiler import profile, record_function
+
+# Library products: positions of the two factors, and the number of arguments of the variant that returns a new tensor
+# (None where telling it apart does not matter). The profiler shows out-variants and overloads under the same name.
+_PRODUCTS: dict[str, tuple[int, int, int | None]] = {
+    "aten::mm": (0, 1, 2),
+    "aten::addmm": (1, 2, 5),
+    "aten::addmm_": (1, 2, None),
+    "aten::_addmm_activation": (1, 2, 6),
+    "aten::_scaled_mm": (0, 1, None),
+    "aten::bmm": (0, 1, 2),
+    "aten::baddbmm": (1, 2, 5),
+    "aten::baddbmm_": (1, 2, None),
+    "aten::mv": (0, 1, 2),
+    "aten::addmv": (1, 2, 5),
+}
+
+_SPAN = "fused_remat.measure/"
+
+# Severity above every message of Kineto, which otherwise prints profiler_start / profiler_stop lines to stderr.
+_KINETO_SILENT = "6"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One event of the allocator: `nbytes` > 0 made a block at `address`, `nbytes` < 0 freed it."""
+
+    time_ns: int
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One matrix product of torch's GEMM library interface; `flop` = 2 x rows x inner x columns (x batch)."""
+
+    time_ns: int
+    name: str
+    flop: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Everything in time order. `spans`: first and last ns of each `span(name)`; a repeated name keeps the last."""
+
+    changes: list[Change] = field(default_factory=list)
+    gemms: list[Gemm] = field(default_factory=list)
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def span(name: str) -> record_function:
+    """Context manager that names a stretch of the run, found again in `Trace.spans`."""
+    return record_function(f"{_SPAN}{name}")
+
+
+def record(run: Callable[[], None], device: torch.device) -> Trace:
+    """Runs `run` under the profiler and returns what was allocated and freed on `device`, and every GEMM on any device.
+
+    Memory taken inside a parallel region of a C++ kernel (OpenMP workers) is not reported: kernels take their workspace
+    outside.
+
+    Raises:
+        RuntimeError: when a profiler is already running (torch allows one at a time).
+    """
+    if torch.autograd._profiler_enabled():
+        raise RuntimeError("measuring needs torch's profiler, and one is already running; measure outside of it")
+    with _quiet_kineto(), profile(use_kineto=True, profile_memory=True, record_shapes=True) as profiler:
+        run()
+    trace = Trace()
+    for event in _walk(profiler.kineto_results.experimental_event_tree()):
+        _add(trace, event, device)
+    trace.changes.sort(key=lambda change: change.time_ns)
+    trace.gemms.sort(key=lambda gemm: gemm.time_ns)
+    return trace
+
+
+def _add(trace: Trace, event: _ProfilerEvent, device: torch.device) -> None:
+    kind, fields = event.typed
+    if kind == _EventType.Allocation:
+        if fields.device == device:
+            trace.changes.append(Change(event.start_time_ns, fields.ptr, fields.alloc_size))
+    elif kind == _EventType.TorchOp:
+        if event.name in _PRODUCTS:
+            if _was_computed(event):
+                trace.gemms.append(Gemm(event.start_time_ns, event.name, _gemm_flop(event.name, fields.inputs)))
+        elif event.name.startswith(_SPAN):
+            trace.spans[event.name.removeprefix(_SPAN)] = (event.start_time_ns, event.end_time_ns)
+
+
+def _walk(roots: list[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
+    """Depth first, in time order within a thread; of what lies inside a GEMM only the allocations."""
+    stack = [(event, False) for event in reversed(roots)]
+    while stack:
+        event, inside_gemm = stack.pop()
+        kind = event.typed[0]
+        if not inside_gemm or kind == _EventType.Allocation:
+            yield event
+        inside_gemm = inside_gemm or (kind == _EventType.TorchOp and event.name in _PRODUCTS)
+        stack.extend((child, inside_gemm) for child in reversed(event.children))
+
+
+def _was_computed(event: _ProfilerEvent) -> bool:
+    """False for a product that returns a new tensor and yet allocated nothing: it was stopped before it ran.
+
+    Non-reentrant checkpointing ends its replay by an exception inside the operator that saves the last tensor.
+    """
+    returns_new = len(event.extra_fields.inputs) == _PRODUCTS[event.name][2]
+    return not returns_new or any(inner.typed[0] == _EventType.Allocation for inner in _walk(event.children))
+
+
+def _gemm_flop(name: str, inputs: list) -> int:
+    left, right = (inputs[position] for position in _PRODUCTS[name][:2])
+    assert isinstance(left, _TensorMetadata) and isinstance(right, _TensorMetadata), (name, inputs)
+    columns = right.sizes[-1] if len(right.sizes) > 1 else 1
+    return 2 * math.prod(left.sizes) * columns
+
+
+@contextmanager
+def _quiet_kineto() -> Iterator[None]:
+    """Kineto reads its log level from the environment when it first starts; a level that the user has set stays."""
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = _KINETO_SILENT
+    try:
+        yield
+    finally:
+        del os.environ[name]
