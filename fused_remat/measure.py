@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -112,15 +112,40 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds of one variant, and its ratio to the first variant of the same round: median, 20th, 80th percentile."""
+class Spread:
+    """Median, 20th and 80th percentile of some values (linear interpolation between the sorted values)."""
 
-    seconds: float
-    seconds_p20: float
-    seconds_p80: float
-    ratio: float
-    ratio_p20: float
-    ratio_p80: float
+    median: float
+    p20: float
+    p80: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """The spread of at least one value."""
+        ordered = sorted(values)
+
+        def quantile(q: float) -> float:
+            position = q * (len(ordered) - 1)
+            below = math.floor(position)
+            above = min(below + 1, len(ordered) - 1)
+            return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+        return cls(quantile(0.5), quantile(0.2), quantile(0.8))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one variant in each round of a comparison."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def seconds(self) -> Spread:
+        return Spread.of(self.rounds)
+
+    def ratio_to(self, baseline: Timing) -> Spread:
+        """Of the ratios taken within each round; `baseline` comes from the same comparison."""
+        return Spread.of(own / base for own, base in zip(self.rounds, baseline.rounds, strict=True))
 
 
 def measure(
@@ -191,24 +216,24 @@ def memory_timeline(
 def compare_time(
     variants: Mapping[str, Callable[[], Tensor]], *, backward: bool = True, rounds: int = 7, warmup: int = 1
 ) -> dict[str, Timing]:
-    """Times several functions against the first of them, interleaved in one process.
+    """Times several functions against each other, interleaved in one process.
 
-    Each round runs every variant once, in an order that rotates, and a ratio is taken within its round, so that a
-    change of the machine's load moves numerator and denominator together.
+    Each round runs every variant once, in an order that rotates. Ratios are taken within a round (`Timing.ratio_to`),
+    so that a change of the machine's load moves numerator and denominator together.
 
     Args:
-        variants: name to function, as for `measure`; at least one. The first is the baseline.
+        variants: name to function, as for `measure`; at least one.
         backward: time forward plus backward, else forward alone.
         rounds: at least 1.
         warmup: untimed runs of each variant, at least 1.
 
     Returns:
-        For each name its `Timing`; the baseline's ratios are 1.
+        For each name, in the order given, its `Timing`.
 
     Raises: as `measure`, and ValueError when `variants` is empty.
     """
     if not variants:
-        raise ValueError("variants is empty; expected at least one name with a function, the first being the baseline")
+        raise ValueError("variants is empty; expected at least one name with a function")
     check_count("rounds", rounds, least=1)
     check_count("warmup", warmup, least=1)
     steps = {name: Step(fn, backward) for name, fn in variants.items()}
@@ -221,7 +246,7 @@ def compare_time(
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 seconds[name].append(time_once(steps[name], tidy))
-    return {name: _timing(seconds[name], seconds[names[0]]) for name in names}
+    return {name: Timing(tuple(seconds[name])) for name in names}
 
 
 def _account(
@@ -315,17 +340,3 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
         return storage.data_ptr(), storage.nbytes()
     except (NotImplementedError, RuntimeError):
         return 0, 0
-
-
-def _timing(seconds: list[float], baseline: list[float]) -> Timing:
-    ratios = [own / base for own, base in zip(seconds, baseline, strict=True)]
-    return Timing(*(_quantile(values, q) for values in (seconds, ratios) for q in (0.5, 0.2, 0.8)))
-
-
-def _quantile(values: list[float], q: float) -> float:
-    """The q-quantile by linear interpolation between the sorted values."""
-    ordered = sorted(values)
-    position = q * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])

@@ -4,6 +4,7 @@ import gc
 import math
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_remat import _step, reference
 from fused_remat._ledger import blocks_of, levels, peak, total
 from fused_remat._trace import Change
-from fused_remat.measure import compare_time, measure, memory_timeline
+from fused_remat.measure import Spread, compare_time, measure, memory_timeline
 
 M, D, F = 96, 32, 80
 FP32 = 4
@@ -361,9 +362,10 @@ def test_compare_time_takes_ratios_within_a_round_and_rotates_the_order(clock):
     variants = {"a": variant("a", 1.0), "b": variant("b", 2.0), "c": variant("c", 0.5)}
     timings = compare_time(variants, backward=False, rounds=3, warmup=1)
     assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
-    assert [timings[name].ratio for name in "abc"] == [1.0, 2.0, 0.5]
-    assert [timings[name].ratio_p20 for name in "abc"] == [timings[name].ratio_p80 for name in "abc"]
-    assert (timings["a"].seconds_p20, timings["a"].seconds, timings["a"].seconds_p80) == pytest.approx((3.4, 4.0, 4.6))
+    assert list(timings) == ["a", "b", "c"]
+    ratios = {name: timing.ratio_to(timings["a"]) for name, timing in timings.items()}
+    assert ratios == {"a": Spread(1.0, 1.0, 1.0), "b": Spread(2.0, 2.0, 2.0), "c": Spread(0.5, 0.5, 0.5)}
+    assert astuple(timings["a"].seconds) == pytest.approx((4.0, 3.4, 4.6))
 
 
 # Leaves the process as it was
