@@ -44,7 +44,7 @@ clean:
 $(VENV)/.torch:
 	@echo "Installing $(or $(TORCH),build tools) into $(VENV); this happens once"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) $(TORCH) ninja packaging setuptools
+	@$(PIP_INSTALL) $(TORCH) ninja packaging 'setuptools>=77'
 	@touch $@
 
 # Editable: Python changes need no reinstall, and C++ changes recompile only what they touch.
