@@ -1,0 +1,257 @@
+// Body of cpu/tile.h for one instruction set. Included by tile_<name>.cpp, each compiled with that set's flags and its own
+// CPU_CAPABILITY, which also names the at::vec namespace: no symbol may be shared between them.
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "../activations.h"
+#include "../philox.h"
+#include "tile.h"
+
+namespace fused_remat::activations {
+
+template <class Scalar>
+struct Math<at::vec::Vectorized<Scalar>> {
+  using V = at::vec::Vectorized<Scalar>;
+  static inline V exp(V x) { return x.exp(); }
+  static inline V erf(V x) { return x.erf(); }
+  static inline V tanh(V x) { return x.tanh(); }
+  static inline V where_nonpositive(V x, V nonpositive, V otherwise) {
+    return V::blendv(otherwise, nonpositive, x <= V(Scalar(0)));
+  }
+};
+
+}  // namespace fused_remat::activations
+
+namespace fused_remat::cpu {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+// Columns handled at a time: a few buffers of this many numbers stay in the first-level cache.
+constexpr int64_t kSpan = 256;
+
+template <class T>
+using Vec = at::vec::Vectorized<T>;
+
+template <class T>
+struct Buffer {
+  alignas(64) T data[kSpan];
+};
+
+// Row buffers are computed on in whole vectors; the lanes past the end hold stale finite numbers and are never stored.
+template <class T, class Body>
+inline void for_each_vector(int64_t n, const Body& body) {
+  for (int64_t i = 0; i < n; i += Vec<T>::size()) body(i);
+}
+
+template <class Half>
+inline void load_half(const Half* from, float* to, int64_t n) {
+  constexpr int64_t kLanes = Vec<Half>::size();
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const auto [low, high] = at::vec::convert_to_float<Half>(Vec<Half>::loadu(from + i, std::min(kLanes, n - i)));
+    low.store(to + i);
+    high.store(to + i + kLanes / 2);
+  }
+}
+
+template <class Half>
+inline void store_half(const float* from, Half* to, int64_t n) {
+  constexpr int64_t kLanes = Vec<Half>::size();
+  for (int64_t i = 0; i < n; i += kLanes)
+    at::vec::convert_from_float<Half>(Vec<float>::loadu(from + i), Vec<float>::loadu(from + i + kLanes / 2))
+        .store(to + i, std::min(kLanes, n - i));
+}
+
+template <class T>
+inline void load(const void* base, Storage storage, int64_t offset, int64_t n, T* to) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (storage == Storage::kBFloat16) return load_half(static_cast<const at::BFloat16*>(base) + offset, to, n);
+    if (storage == Storage::kHalf) return load_half(static_cast<const at::Half*>(base) + offset, to, n);
+  }
+  std::memcpy(to, static_cast<const T*>(base) + offset, n * sizeof(T));
+}
+
+template <class T>
+inline void store(const T* from, void* base, Storage storage, int64_t offset, int64_t n) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (storage == Storage::kBFloat16) return store_half(from, static_cast<at::BFloat16*>(base) + offset, n);
+    if (storage == Storage::kHalf) return store_half(from, static_cast<at::Half*>(base) + offset, n);
+  }
+  std::memcpy(static_cast<T*>(base) + offset, from, n * sizeof(T));
+}
+
+template <class T>
+inline void load(const Matrix& m, Storage storage, int64_t row, int64_t col, int64_t n, T* to) {
+  load(m.data, storage, row * m.stride + col, n, to);
+}
+template <class T>
+inline void store(const T* from, const Matrix& m, Storage storage, int64_t row, int64_t col, int64_t n) {
+  store(from, m.data, storage, row * m.stride + col, n);
+}
+
+template <class T>
+inline void multiply(T* a, const T* b, int64_t n) {
+  for_each_vector<T>(n, [&](int64_t i) { (Vec<T>::loadu(a + i) * Vec<T>::loadu(b + i)).store(a + i); });
+}
+template <class T>
+inline void add(T* a, const T* b, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) a[i] += b[i];
+}
+
+// A residual and what is rebuilt must be the same number, so both are rounded to the compute dtype.
+template <class T>
+inline void round_to(Storage compute, T* values, int64_t n) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (compute == Storage::kFloat) return;
+    alignas(64) at::BFloat16 rounded[kSpan];  // as wide as Half
+    store(values, rounded, compute, 0, n);
+    load(rounded, compute, 0, n, values);
+  }
+}
+
+// Pre-activations of one span: kept columns as they are, the others from the GEMM plus bias.
+template <class T>
+inline void load_pre(
+    const TileArgs& t, const Matrix& product, const Matrix& kept, const void* bias, bool read_kept, int64_t row,
+    int64_t col, int64_t n, T* to) {
+  const int64_t n_kept = read_kept ? std::clamp<int64_t>(kept.cols - col, 0, n) : 0;
+  if (n_kept < n) {
+    load(product, t.storage, row, col, n, to);
+    if (bias != nullptr) {
+      Buffer<T> b;
+      load(bias, t.bias_storage, col, n, b.data);
+      for_each_vector<T>(n, [&](int64_t i) { (Vec<T>::loadu(to + i) + Vec<T>::loadu(b.data + i)).store(to + i); });
+    }
+    round_to(t.compute, to, n);
+  }
+  if (n_kept > 0) load(kept, t.compute, row, col, n_kept, to);
+}
+
+template <class T>
+inline void keep(const TileArgs& t, const T* from, const Matrix& kept, int64_t row, int64_t col, int64_t n) {
+  const int64_t n_kept = std::clamp<int64_t>(kept.cols - col, 0, n);
+  if (n_kept > 0) store(from, kept, t.compute, row, col, n_kept);
+}
+
+// 0 for a dropped element, 1 / (1 - p) for a kept one.
+template <class T>
+inline void dropout_scales(const TileArgs& t, int64_t row, int64_t col, int64_t n, T* to) {
+  constexpr int kCounters = 8;
+  const uint64_t threshold = philox::drop_threshold(t.drop_p);
+  const T scale = static_cast<T>(1.0 / (1.0 - t.drop_p));
+  const uint64_t first = static_cast<uint64_t>((t.row0 + row) * t.hidden_features + t.feature0 + col);
+  uint64_t index = first;
+  const uint64_t end = first + static_cast<uint64_t>(n);
+  while (index < end) {
+    uint32_t words[4][kCounters];
+    philox::words<kCounters>(t.seed, index >> 2, words);
+    const uint64_t base = index & ~uint64_t{3};
+    for (; index < end && index - base < 4 * kCounters; ++index) {
+      const uint64_t k = index - base;
+      to[index - first] = words[k & 3][k >> 2] >= threshold ? scale : T(0);
+    }
+  }
+}
+
+template <class Act, class T>
+void forward_block(const TileArgs& t, const Block& block) {
+  Buffer<T> up{}, gate{}, scales{};
+  const bool gated = t.gate.data != nullptr;
+  for (int64_t row = block.row0; row < block.row1; ++row) {
+    for (int64_t col = block.col0; col < block.col1; col += kSpan) {
+      const int64_t n = std::min(kSpan, block.col1 - col);
+      load_pre(t, t.hidden, t.kept_up, t.b_up, /*read_kept=*/false, row, col, n, up.data);
+      keep(t, up.data, t.kept_up, row, col, n);
+      if (gated) {
+        load_pre(t, t.gate, t.kept_gate, t.b_gate, /*read_kept=*/false, row, col, n, gate.data);
+        keep(t, gate.data, t.kept_gate, row, col, n);
+        for_each_vector<T>(n, [&](int64_t i) {
+          (Act::value(Vec<T>::loadu(gate.data + i)) * Vec<T>::loadu(up.data + i)).store(up.data + i);
+        });
+      } else {
+        for_each_vector<T>(n, [&](int64_t i) { Act::value(Vec<T>::loadu(up.data + i)).store(up.data + i); });
+      }
+      if (t.dropout) {
+        dropout_scales(t, row, col, n, scales.data);
+        multiply(up.data, scales.data, n);
+      }
+      store(up.data, t.hidden, t.storage, row, col, n);
+    }
+  }
+}
+
+// up, dhidden (and gate) -> hidden, dup (and dgate), each over its input's buffer.
+template <class Act, class T>
+inline void differentiate(T* up, T* gate, T* dhidden, bool gated, int64_t n) {
+  for_each_vector<T>(n, [&](int64_t i) {
+    const Vec<T> u = Vec<T>::loadu(up + i), dh = Vec<T>::loadu(dhidden + i);
+    if (gated) {
+      const auto act = Act::both(Vec<T>::loadu(gate + i));
+      (act.value * u).store(up + i);
+      (dh * u * act.slope).store(gate + i);
+      (dh * act.value).store(dhidden + i);
+    } else {
+      const auto act = Act::both(u);
+      act.value.store(up + i);
+      (dh * act.slope).store(dhidden + i);
+    }
+  });
+}
+
+template <class Act, class T>
+void backward_block(const TileArgs& t, const Block& block, void* db_up, void* db_gate) {
+  Buffer<T> up{}, gate{}, dhidden{}, scales{};
+  const bool gated = t.gate.data != nullptr, with_gradient = t.dup.data != nullptr;
+  for (int64_t row = block.row0; row < block.row1; ++row) {
+    for (int64_t col = block.col0; col < block.col1; col += kSpan) {
+      const int64_t n = std::min(kSpan, block.col1 - col);
+      load_pre(t, t.hidden, t.kept_up, t.b_up, /*read_kept=*/true, row, col, n, up.data);
+      if (gated) load_pre(t, t.gate, t.kept_gate, t.b_gate, /*read_kept=*/true, row, col, n, gate.data);
+      if (with_gradient) load(t.dup, t.storage, row, col, n, dhidden.data);
+      if (t.dropout) {
+        dropout_scales(t, row, col, n, scales.data);
+        multiply(dhidden.data, scales.data, n);
+      }
+      differentiate<Act>(up.data, gate.data, dhidden.data, gated, n);
+      if (t.dropout) multiply(up.data, scales.data, n);
+      store(up.data, t.hidden, t.storage, row, col, n);
+      if (!with_gradient) continue;
+      store(dhidden.data, t.dup, t.storage, row, col, n);
+      if (gated) store(gate.data, t.gate, t.storage, row, col, n);
+      if (db_up != nullptr) add(static_cast<T*>(db_up) + (col - block.col0), dhidden.data, n);
+      if (db_gate != nullptr) add(static_cast<T*>(db_gate) + (col - block.col0), gate.data, n);
+    }
+  }
+}
+
+template <class T>
+void column_sums_block(const Matrix& a, Storage storage, const Block& block, void* sums) {
+  Buffer<T> values;
+  for (int64_t row = block.row0; row < block.row1; ++row) {
+    for (int64_t col = block.col0; col < block.col1; col += kSpan) {
+      const int64_t n = std::min(kSpan, block.col1 - col);
+      load(a, storage, row, col, n, values.data);
+      add(static_cast<T*>(sums) + (col - block.col0), values.data, n);
+    }
+  }
+}
+
+}  // namespace
+
+inline Kernels make_kernels() {
+  using namespace activations;
+  return Kernels{
+#define FUSED_REMAT_ROW(name, Act) {forward_block<Act, float>, forward_block<Act, double>},
+      {FUSED_REMAT_ACTIVATIONS(FUSED_REMAT_ROW)},
+#undef FUSED_REMAT_ROW
+#define FUSED_REMAT_ROW(name, Act) {backward_block<Act, float>, backward_block<Act, double>},
+      {FUSED_REMAT_ACTIVATIONS(FUSED_REMAT_ROW)},
+#undef FUSED_REMAT_ROW
+      {column_sums_block<float>, column_sums_block<double>}};
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace fused_remat::cpu

@@ -1,0 +1,78 @@
+// How the streaming cuts [M, F] into tiles that fit the workspace. Decided from shapes, dtypes and the byte budget alone,
+// never from free memory: every rank and every replay must cut alike.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace fused_remat {
+
+// Bytes that a tile of [rows, features] takes in the workspace.
+struct TileCost {
+  int64_t element = 0;  // per rows * features
+  int64_t row = 0;
+  int64_t feature = 0;
+  int64_t partial_sum = 0;  // per feature and block of kSumBlockRows rows
+
+  int64_t bytes(int64_t rows, int64_t features) const;
+};
+
+// Rows that one bias-gradient partial sum covers. Fixed, so that sums do not depend on the number of threads.
+constexpr int64_t kSumBlockRows = 128;
+// Start of every workspace buffer.
+constexpr int64_t kWorkspaceAlignment = 64;
+
+struct TilePlan {
+  bool by_features;  // outer loop over feature chunks; else over token chunks
+  int64_t rows;
+  int64_t features;
+  int64_t bytes;
+};
+
+// The largest tile within `budget` bytes (one row by one feature where even that exceeds it): wide in both directions
+// before it is whole in one, and cut into equal chunks.
+TilePlan plan_tiles(int64_t rows, int64_t features, bool by_features, const TileCost& cost, int64_t budget);
+
+struct MlpSizes {
+  int64_t rows;  // M
+  int64_t d_in;  // D
+  int64_t d_out;  // Do
+  int64_t hidden_features;  // F
+  bool gated;
+
+  int64_t weight_elements_per_feature() const { return d_in * (gated ? 2 : 1) + d_out; }
+};
+
+// compute: what pre-activations and y round to. gemm: dtype of the library GEMMs. accumulate: dtype of sums over tiles.
+struct MlpPrecision {
+  at::ScalarType compute;
+  at::ScalarType gemm;
+  at::ScalarType accumulate;
+};
+MlpPrecision mlp_precision(at::ScalarType compute, const std::string& backend, bool on_cpu);
+
+// Operands that must be copied into the workspace tile by tile, for their dtype or their strides.
+struct MlpPacking {
+  bool x;
+  bool dy;
+  bool weights;
+};
+
+// Feature chunks iff the fp32 dx [M, D] is smaller than the fp32 dW that token chunks would accumulate.
+bool backward_by_features(const MlpSizes&);
+TileCost forward_cost(
+    const MlpSizes&, const MlpPrecision&, const MlpPacking&, const std::string& backend, bool dropout);
+TileCost backward_cost(
+    const MlpSizes&, const MlpPrecision&, const MlpPacking&, const std::string& backend, bool dropout,
+    at::ScalarType x_dtype, at::ScalarType weight_dtype);
+
+// The op `mlp_plan`: {axis, rows, features, bytes} for operands that lie densely in memory.
+std::vector<int64_t> mlp_plan(
+    int64_t rows, int64_t d_in, int64_t d_out, int64_t hidden_features, bool gated, bool backward, bool dropout,
+    at::ScalarType x_dtype, at::ScalarType weight_dtype, at::ScalarType compute_dtype, int64_t workspace,
+    std::string backend, std::string device);
+
+}  // namespace fused_remat

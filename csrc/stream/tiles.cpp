@@ -1,0 +1,118 @@
+#include "tiles.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+
+#include <algorithm>
+
+namespace fused_remat {
+
+using at::Tensor;
+
+Workspace::Workspace(int64_t bytes, at::Device device)
+    : bytes_(at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device))) {}
+
+Tensor Workspace::take(int64_t numel, at::ScalarType dtype) {
+  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  TORCH_INTERNAL_ASSERT(used_ + bytes <= bytes_.numel(), "workspace plan too small");
+  Tensor piece = bytes_.narrow(0, used_, bytes).view(dtype);
+  used_ += (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+  return piece;
+}
+
+Tensor matrix(const Tensor& flat, int64_t rows, int64_t cols) {
+  return flat.narrow(0, 0, rows * cols).view({rows, cols});
+}
+
+int64_t row_count(const Tensor& x) { return c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)); }
+
+Tensor as_rows(const Tensor& x) { return x.reshape({row_count(x), x.size(-1)}); }
+
+bool has_dense_rows(const Tensor& m) {
+  return (m.stride(1) == 1 || m.size(1) == 1) && m.stride(0) >= std::max<int64_t>(1, m.size(1));
+}
+
+bool is_dense_weight(const Tensor& weight) { return has_dense_rows(weight) || has_dense_rows(weight.t()); }
+
+Tensor packed(const Tensor& tile, const Tensor& flat) {
+  if (!flat.defined()) return tile;
+  Tensor copy = matrix(flat, tile.size(0), tile.size(1));
+  copy.copy_(tile);
+  return copy;
+}
+
+Tensor residual_tile(const Tensor& residual, int64_t row0, int64_t rows, int64_t feature0, int64_t features) {
+  const int64_t kept = std::clamp<int64_t>(residual.size(1) - feature0, 0, features);
+  return residual.narrow(0, row0, rows).narrow(1, kept > 0 ? feature0 : 0, kept);
+}
+
+WeightTiles::WeightTiles(
+    const MlpLayer& layer, const MlpSizes& sizes, bool pack, int64_t features, at::ScalarType gemm,
+    Workspace& workspace)
+    : layer_(layer) {
+  if (!pack) return;
+  w_up_ = workspace.take(features * sizes.d_in, gemm);
+  if (sizes.gated) w_gate_ = workspace.take(features * sizes.d_in, gemm);
+  w_down_ = workspace.take(features * sizes.d_out, gemm);
+}
+
+MlpLayer WeightTiles::tile(int64_t feature0, int64_t features) const {
+  const auto bias = [&](const OptionalTensor& b) -> OptionalTensor {
+    return b ? OptionalTensor(b->narrow(0, feature0, features)) : std::nullopt;
+  };
+  MlpLayer tile;
+  tile.w_up = packed(layer_.w_up.narrow(0, feature0, features), w_up_);
+  tile.w_down = packed(layer_.w_down.narrow(1, feature0, features), w_down_);
+  if (layer_.gated()) tile.w_gate = packed(layer_.w_gate->narrow(0, feature0, features), w_gate_);
+  tile.b_up = bias(layer_.b_up);
+  tile.b_gate = bias(layer_.b_gate);
+  return tile;
+}
+
+void add_product(const Tensor& out, const Tensor& a, const Tensor& b, bool first, const Tensor& flat_product) {
+  Tensor sum = out;
+  if (out.scalar_type() == a.scalar_type()) {
+    first ? at::mm_out(sum, a, b) : at::addmm_out(sum, sum, a, b);
+    return;
+  }
+  Tensor product = matrix(flat_product, out.size(0), out.size(1));
+  at::mm_out(product, a, b);
+  first ? sum.copy_(product) : sum.add_(product);
+}
+
+MlpSizes mlp_sizes(const Tensor& x, const MlpLayer& layer) {
+  return {row_count(x), layer.w_up.size(1), layer.w_down.size(0), layer.w_up.size(0), layer.gated()};
+}
+
+bool dense_weights(const MlpLayer& layer, at::ScalarType gemm) {
+  const auto fits = [&](const Tensor& w) { return w.scalar_type() == gemm && is_dense_weight(w); };
+  return fits(layer.w_up) && fits(layer.w_down) && (!layer.gated() || fits(*layer.w_gate));
+}
+
+void check_mlp(const Tensor& x, const MlpLayer& layer, const Tensor& seed, const MlpOptions& options) {
+  TORCH_CHECK_VALUE(x.dim() >= 1, "mlp: x must have at least 1 dim, got ", x.dim());
+  TORCH_CHECK_VALUE(layer.w_up.dim() == 2, "mlp: w_up must be [F, D], got ", layer.w_up.sizes());
+  TORCH_CHECK_VALUE(layer.w_down.dim() == 2, "mlp: w_down must be [D_out, F], got ", layer.w_down.sizes());
+  const int64_t f = layer.w_up.size(0), d = layer.w_up.size(1);
+  TORCH_CHECK_VALUE(x.size(-1) == d, "mlp: x has ", x.size(-1), " features, w_up [F, D] takes D = ", d);
+  TORCH_CHECK_VALUE(layer.w_down.size(1) == f, "mlp: w_down has ", layer.w_down.size(1), " columns, expected F = ", f);
+  if (layer.gated())
+    TORCH_CHECK_VALUE(
+        layer.w_gate->sizes() == layer.w_up.sizes(), "mlp: w_gate is ", layer.w_gate->sizes(), ", expected ",
+        layer.w_up.sizes(), " like w_up");
+  TORCH_CHECK_VALUE(
+      options.dropout_p >= 0.0 && options.dropout_p < 1.0, "mlp: dropout_p must be in [0, 1), got ", options.dropout_p);
+  TORCH_CHECK_VALUE(
+      options.dropout_p == 0.0 || (seed.numel() == 1 && seed.scalar_type() == at::kLong),
+      "mlp: dropout needs an int64 seed of 1 element, got ", seed.numel(), " elements of ", seed.scalar_type());
+  const auto check_bias = [&](const OptionalTensor& b, const char* name, int64_t size) {
+    TORCH_CHECK_VALUE(
+        !b || (b->dim() == 1 && b->size(0) == size), "mlp: ", name, " must be [", size, "], got ", b ? b->sizes() : at::IntArrayRef{});
+  };
+  check_bias(layer.b_up, "b_up", f);
+  check_bias(layer.b_gate, "b_gate", f);
+  check_bias(layer.b_down, "b_down", layer.w_down.size(0));
+}
+
+}  // namespace fused_remat

@@ -1,0 +1,60 @@
+"""The workspace: the byte budget of the scratch buffer that a streaming pass cuts its tiles to.
+
+Who decides, first to last: the `workspace=` argument of a call, `with fused_remat.workspace(bytes):`, the environment
+variable FUSED_REMAT_WORKSPACE (read once, at import), the default of the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+MIB = 2**20
+DEFAULT_BYTES = {"cuda": 256 * MIB, "cpu": 32 * MIB}
+
+_ENVIRONMENT_VARIABLE = "FUSED_REMAT_WORKSPACE"
+_from_environment = os.environ.get(_ENVIRONMENT_VARIABLE)
+_in_context: ContextVar[int | None] = ContextVar("fused_remat.workspace", default=None)
+
+
+def check_bytes(name: str, value: object) -> int:
+    """`value` if it is an int of at least 1 (bytes). Raises TypeError or ValueError naming `name`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int (bytes), got {value!r}; 32 MiB is {32 * MIB}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1 byte, got {value}; a pass takes the smallest tile below what fits")
+    return value
+
+
+def resolve(workspace: int | None, device_type: str) -> int:
+    """The budget in bytes of a call on a device of that type ("cpu", "cuda", ...)."""
+    if workspace is not None:
+        return check_bytes("workspace", workspace)
+    in_context = _in_context.get()
+    if in_context is not None:
+        return in_context
+    if _from_environment is not None:
+        if not _from_environment.isdecimal():
+            raise ValueError(f"{_ENVIRONMENT_VARIABLE} must be a number of bytes, got {_from_environment!r}")
+        return check_bytes(_ENVIRONMENT_VARIABLE, int(_from_environment))
+    return DEFAULT_BYTES.get(device_type, DEFAULT_BYTES["cuda"])
+
+
+@contextmanager
+def workspace(bytes: int) -> Iterator[None]:
+    """Give every fused call inside the `with` block a workspace of that many bytes.
+
+    Backward uses the budget that its forward was called with. A budget below the smallest tile is exceeded by that
+    tile alone; `fused_remat.explain` says by how much.
+
+    Raises:
+        TypeError: `bytes` is not an int.
+        ValueError: `bytes` is below 1.
+    """
+    token = _in_context.set(check_bytes("bytes", bytes))
+    try:
+        yield
+    finally:
+        _in_context.reset(token)

@@ -1,0 +1,158 @@
+"""Functional API: argument checks, then one op call (or the reference path where no compiled op can be right)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fused_remat import budget, dispatch, reference
+from fused_remat.plain import is_plain_input
+from fused_remat.settings import Keep, check_activation, check_dropout, check_keep
+
+
+def mlp(
+    x: Tensor,  # [..., D]
+    w_up: Tensor,  # [F, D]
+    w_down: Tensor,  # [D_out, F]
+    b_up: Tensor | None = None,  # [F]
+    b_down: Tensor | None = None,  # [D_out]
+    *,
+    w_gate: Tensor | None = None,  # [F, D]
+    b_gate: Tensor | None = None,  # [F]
+    activation: str = "gelu",
+    dropout_p: float = 0.0,
+    training: bool = True,
+    keep: Keep = (),
+    workspace: int | None = None,
+) -> Tensor:
+    """Two-layer or gated MLP whose hidden activations are rebuilt inside backward, chunk by chunk.
+
+    `up = x w_up^T + b_up`; plain `hidden = act(up)`, gated (with `w_gate`) `hidden = act(gate) * up`; dropout on
+    `hidden`; `y = hidden w_down^T + b_down`. Backward needs x and the weights, plus what `keep` names; neither pass
+    ever holds a whole [M, F] tensor that was not kept (`M` = token rows).
+
+    Args:
+        x, w_up, w_down, b_up, b_down, w_gate, b_gate: shapes above, weights as `nn.Linear` stores them. One device and
+            one dtype (float64, float32, bfloat16, float16; others run on the reference path); under autocast the
+            dtypes may differ.
+        activation: a name of `fused_remat.activations.ACTIVATIONS`.
+        dropout_p: probability in [0, 1) of zeroing a hidden element, only if `training`. The mask is Philox4x32-10 of
+            one seed drawn from torch's generator (Salmon et al., SC 2011).
+        keep: residuals that backward need not rebuild: `()`, `("up",)`, `("up", "gate")` (gated), or a float in [0, 1]:
+            that fraction of the hidden features.
+        workspace: bytes of scratch, see `fused_remat.workspace`.
+
+    Returns:
+        y [..., D_out] in x's dtype, or autocast's.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong rank, shape, device, name, probability or budget.
+        RuntimeError: a named backend (`fused_remat.backend`) cannot run this call.
+    """
+    operands = {
+        "x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down, "w_gate": w_gate, "b_gate": b_gate
+    }  # fmt: skip
+    call = _check(operands, activation, dropout_p, keep, workspace)
+    workspace_bytes = budget.resolve(workspace, x.device.type)
+    p = float(dropout_p) if training else 0.0
+    backend = dispatch.resolve(call)
+    if backend == "reference":
+        return reference.mlp(
+            x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate, activation=activation, dropout_p=p
+        )
+    keep_up, keep_gate = _kept_features(keep, w_up.shape[0], gated=w_gate is not None)
+    return torch.ops.fused_remat.mlp(
+        x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, p, keep_up, keep_gate, workspace_bytes, backend
+    )
+
+
+def _kept_features(keep: Keep, hidden_features: int, *, gated: bool) -> tuple[int, int]:
+    """Leading hidden features whose up and gate are kept."""
+    if isinstance(keep, (int, float)):
+        kept = round(keep * hidden_features)
+        return kept, kept if gated else 0
+    return (hidden_features if "up" in keep else 0), (hidden_features if "gate" in keep else 0)
+
+
+def _check(
+    operands: dict[str, Tensor | None], activation: str, dropout_p: float, keep: Keep, workspace: int | None
+) -> dispatch.Call:
+    """Refuse what cannot be meant, before anything is computed, and describe the rest to the dispatcher."""
+    for name, operand in operands.items():
+        if not isinstance(operand, Tensor) and not (operand is None and name not in ("x", "w_up", "w_down")):
+            raise TypeError(f"{name} must be a tensor, got {type(operand).__name__}")
+    if operands["b_gate"] is not None and operands["w_gate"] is None:
+        raise ValueError("b_gate was given without w_gate; pass both for a gated MLP, neither for a plain one")
+    check_activation(activation)
+    check_dropout(dropout_p, name="dropout_p")
+    check_keep(keep, gated=operands["w_gate"] is not None)
+    if workspace is not None:
+        budget.check_bytes("workspace", workspace)
+    _check_shapes(operands)
+    return dispatch.Call(
+        op="mlp",
+        device=operands["x"].device.type,
+        dtype=_check_dtypes(operands),
+        activation=activation,
+        reference_only=_why_reference_only(operands),
+    )
+
+
+def _check_shapes(operands: dict[str, Tensor | None]) -> None:
+    x, w_up, w_down = operands["x"], operands["w_up"], operands["w_down"]
+    if x.dim() < 1:
+        raise ValueError("x must be [..., D] with at least 1 dim, got a 0-dim tensor; add the feature dim")
+    for name, weight in (("w_up", w_up), ("w_down", w_down)):
+        if weight.dim() != 2:
+            raise ValueError(f"{name} must be [out, in] with 2 dims as nn.Linear stores it, got {weight.dim()} dims")
+    features, d_in = w_up.shape
+    d_out = w_down.shape[0]
+    if x.shape[-1] != d_in:
+        raise ValueError(
+            f"x has {x.shape[-1]} features in its last dim, but w_up is [F={features}, D={d_in}] and takes {d_in}"
+        )
+    expected = {
+        "w_down": (d_out, features), "w_gate": (features, d_in), "b_up": (features,), "b_gate": (features,),
+        "b_down": (d_out,),
+    }  # fmt: skip
+    for name, shape in expected.items():
+        operand = operands[name]
+        if operand is not None and tuple(operand.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {list(shape)} to fit w_up [F={features}, D={d_in}] and w_down "
+                f"[D_out={d_out}, F], got {list(operand.shape)}"
+            )
+
+
+def _check_dtypes(operands: dict[str, Tensor | None]) -> torch.dtype:
+    """The compute dtype, once devices and dtypes fit together."""
+    x = operands["x"]
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    for name, operand in operands.items():
+        if operand is None:
+            continue
+        if operand.device != x.device:
+            raise ValueError(f"{name} is on {operand.device}, x on {x.device}; move them to one device")
+        if not (operand.is_floating_point() or operand.is_complex()):
+            raise TypeError(f"{name} must be floating point, got {operand.dtype}; convert it first")
+        if operand.dtype != x.dtype and not autocast:
+            raise TypeError(f"{name} is {operand.dtype}, x is {x.dtype}; convert one, or use torch.autocast")
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
+
+
+def _why_reference_only(operands: dict[str, Tensor | None]) -> str | None:
+    """Why only plain, differentiable torch is right for these operands; None if the compiled op is."""
+    if torch._C._are_functorch_transforms_active():
+        return "a torch.func transform is active, and those differentiate or batch plain torch only"
+    dual_level = forward_ad._current_level >= 0
+    for name, operand in operands.items():
+        if operand is None:
+            continue
+        if not is_plain_input(operand):
+            return f"{name} is a {type(operand).__name__}, whose own meaning only plain torch preserves"
+        if dual_level and forward_ad.unpack_dual(operand).tangent is not None:
+            return f"{name} has a forward-mode tangent, and the compiled op has no forward-mode derivative"
+    return None

@@ -1,0 +1,101 @@
+"""The registered operators as Python sees them: loading, fake kernels and FLOP formulas.
+
+`torch.ops.fused_remat.mlp` is differentiable; `mlp_fwd` and `mlp_bwd` are the stable names for selective-checkpoint
+policies, sharding rules and FLOP counts. Schemas and shapes: `csrc/library.cpp` and `csrc/mlp.h`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from functools import cache
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from fused_remat import _extension
+
+_lock = threading.Lock()
+_described = False
+
+
+@torch.compiler.assume_constant_result
+def ready() -> str | None:
+    """None once the operators are loaded and described to torch; else one sentence why they are not."""
+    global _described
+    reason = _extension.load()
+    if reason is None and not _described:
+        with _lock:
+            if not _described:
+                _register_fakes()
+                _register_flops()
+                _described = True
+    return reason
+
+
+@torch.compiler.assume_constant_result
+def compiled_activations() -> tuple[str, ...]:
+    """Names of the activations that the compiled kernels know. Needs `ready()`."""
+    return _compiled_activations()
+
+
+@cache
+def _compiled_activations() -> tuple[str, ...]:
+    return tuple(torch.ops.fused_remat.activations())
+
+
+def _register_fakes() -> None:
+    def fake_mlp(x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, keep_up, keep_gate, workspace,
+                 backend, compute_dtype=None):  # fmt: skip
+        return x.new_empty((*x.shape[:-1], w_down.shape[0]), dtype=compute_dtype or x.dtype)
+
+    def fake_fwd(x, w_up, w_down, b_up, b_down, w_gate, b_gate, seed, activation, dropout_p, keep_up, keep_gate,
+                 workspace, compute_dtype, backend):  # fmt: skip
+        rows = math.prod(x.shape[:-1])
+        return (
+            x.new_empty((*x.shape[:-1], w_down.shape[0]), dtype=compute_dtype),
+            x.new_empty((rows, keep_up), dtype=compute_dtype),
+            x.new_empty((rows, keep_gate), dtype=compute_dtype),
+        )
+
+    def fake_bwd(dy, x, w_up, w_down, b_up, b_down, w_gate, b_gate, up, gate, seed, activation, dropout_p, workspace,
+                 compute_dtype, backend, output_mask):  # fmt: skip
+        operands = (x, w_up, w_down, b_up, b_down, w_gate, b_gate)
+        return tuple(
+            torch.empty_like(operand) if wanted else (x if operand is None else operand).new_empty((0,))
+            for operand, wanted in zip(operands, output_mask, strict=True)
+        )
+
+    def fake_tile(*args) -> None:
+        return None
+
+    torch.library.register_fake("fused_remat::mlp", fake_mlp)
+    torch.library.register_fake("fused_remat::mlp_fwd", fake_fwd)
+    torch.library.register_fake("fused_remat::mlp_bwd", fake_bwd)
+    for backend in ("aten", "cpp"):
+        for op in ("mlp_fwd_chunk", "mlp_bwd_chunk", "column_sums"):
+            torch.library.register_fake(f"fused_remat::{op}_{backend}", fake_tile)
+
+
+def _register_flops() -> None:
+    def forward(x_shape, w_up_shape, w_down_shape, b_up=None, b_down=None, w_gate_shape=None, *args, out_shape=None,
+                **kwargs) -> int:  # fmt: skip
+        rows, (features, d_in), d_out = math.prod(x_shape[:-1]), w_up_shape, w_down_shape[0]
+        return 2 * rows * features * (d_in * (1 if w_gate_shape is None else 2) + d_out)
+
+    def backward(dy_shape, x_shape, w_up_shape, w_down_shape, b_up, b_down, w_gate_shape, b_gate, up_shape, gate_shape,
+                 *args, out_shape=None, **kwargs) -> int:  # fmt: skip
+        rows, (features, d_in), d_out = math.prod(x_shape[:-1]), w_up_shape, w_down_shape[0]
+        wants_dx, wants_dw_up, wants_dw_down, wants_db_up, _, wants_dw_gate, wants_db_gate = args[-1]
+        through_activation = wants_dx or wants_dw_up or wants_db_up or wants_dw_gate or wants_db_gate
+        if not through_activation and not wants_dw_down:
+            return 0
+        rebuilt = features - up_shape[1] + (0 if w_gate_shape is None else features - gate_shape[1])
+        inputs = 1 if w_gate_shape is None else 2
+        products_in = rebuilt + features * (wants_dw_up + wants_dw_gate + (inputs if wants_dx else 0))
+        products_out = features * (through_activation + wants_dw_down)
+        return 2 * rows * (products_in * d_in + products_out * d_out)
+
+    packets = torch.ops.fused_remat
+    register_flop_formula([packets.mlp, packets.mlp_fwd])(forward)
+    register_flop_formula(packets.mlp_bwd)(backward)
