@@ -27,8 +27,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# No -march: an instruction set beyond the baseline is enabled per function in the sources and chosen at run time.
+# No -march: what goes beyond the baseline is compiled apart, in sources named after it, and chosen at run time.
 CXX_FLAGS = ("-std=c++20", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-fopenmp")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+INSTRUCTION_SETS = {"avx2": _AVX2, "avx512": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")}
 LIBRARIES = ("-ltorch", "-ltorch_cpu", "-lc10")
 EXT_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # One ATen-heavy source on one core of a server CPU, for the time named in the first-use line.
@@ -79,7 +81,7 @@ def sources(root: Path) -> list[Path]:
 
 def fingerprint(root: Path) -> str:
     """12 hex digits that change with any source or header below `root` (but `root/cuda`) and with the flags."""
-    digest = hashlib.sha256(json.dumps([CXX_FLAGS, LIBRARIES]).encode())
+    digest = hashlib.sha256(json.dumps([CXX_FLAGS, INSTRUCTION_SETS, LIBRARIES]).encode())
     for path in sorted([*sources(root), *root.rglob("*.h")]):
         name = path.relative_to(root).as_posix()
         if not name.startswith("cuda/"):
@@ -175,17 +177,28 @@ def _ninja_file(output: Path, found: Sequence[Path], root: Path, compiler: Compi
     link = [f"-L{torch_folder / 'lib'}", *LIBRARIES]
     link += ["-fopenmp"] if compiler.is_clang else []
     objects = {source: source.relative_to(root).with_suffix(".o") for source in found}
+    # Of an inline function that several sources emit, the linker keeps the first copy: it must be a baseline one.
+    link_order = sorted(found, key=lambda source: bool(_instructions(source)))
     lines = [
         "rule compile",
-        f"  command = {words(compiler.command)} -MMD -MF $out.d {words(flags)} -c $in -o $out",
+        f"  command = {words(compiler.command)} -MMD -MF $out.d {words(flags)} $instructions -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
         f"  command = {words(compiler.command)} -shared $in {words(link)} -o $out",
-        *(f"build {path(target)}: compile {path(source.resolve())}" for source, target in objects.items()),
-        f"build {path(output)}: link {' '.join(map(path, objects.values()))}",
+        *(
+            f"build {path(target)}: compile {path(source.resolve())}\n  instructions = {words(_instructions(source))}"
+            for source, target in objects.items()
+        ),
+        f"build {path(output)}: link {' '.join(path(objects[source]) for source in link_order)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _instructions(source: Path) -> tuple[str, ...]:
+    """The flags of the instruction set that a source is named after (`tile_avx2.cpp`), on machines that know it."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return INSTRUCTION_SETS.get(source.stem.rpartition("_")[2], ()) if is_x86 else ()
 
 
 def _torch_folder() -> Path:
