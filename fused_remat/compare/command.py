@@ -1,0 +1,207 @@
+"""`fused-remat compare`: the options, their checks, the progress bar, and the files that are written."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import re
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fused_remat import _extension
+
+if TYPE_CHECKING:
+    from fused_remat.compare.report import Settings
+    from fused_remat.compare.results import ModelResult
+    from fused_remat.compare.workload import Workload
+
+
+class Source(NamedTuple):
+    """Where a workload's class is, and the optional packages that its module imports."""
+
+    module: str
+    class_name: str
+    packages: tuple[str, ...]
+
+
+MODELS = {
+    "vit": Source("fused_remat.compare.vit", "DigitsVit", ("timm", "sklearn")),
+    "llama": Source("fused_remat.compare.llama", "SourceLlama", ("transformers",)),
+}
+_BOTH = "both"
+DEFAULT_STEPS = "60"
+_PICTURES = "matplotlib"
+_MOST_STEPS = 10**6
+_LARGEST_SEED = 2**31 - 1
+
+
+def compare(
+    model: Annotated[str, typer.Option(help="Which model to train: vit, llama or both.")] = _BOTH,
+    steps: Annotated[
+        str, typer.Option(help="Optimizer steps per model and variant, at least 1.", metavar="N")
+    ] = DEFAULT_STEPS,
+    device: Annotated[str, typer.Option(help="Where to train: cpu or cuda.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for the report; made if it is not there.", metavar="DIR")] = Path(
+        "fused-remat-compare"
+    ),
+    seed: Annotated[str, typer.Option(help="Seed of weights and batches.", metavar="N")] = "0",
+) -> None:
+    """Train real models three ways with the same seeds: as they are, checkpointed, and with fused_remat.
+
+    Trains a Vision Transformer (timm) on handwritten digits and a Llama-architecture decoder on the sources of Python's
+    standard library; prints losses, memory and time, and writes a report. Nothing is downloaded.
+    """
+    names = _check_model(model)
+    step_count = _check_whole_number("--steps", steps, 1, _MOST_STEPS)
+    where = _check_device(device)
+    seed_number = _check_whole_number("--seed", seed, 0, _LARGEST_SEED)
+    _check_packages(names)
+    folder = _make_folder(out)
+    console = Console()
+    workloads = [load_workload(name)(seed_number, where) for name in names]
+    results = _run(workloads, step_count, console)
+    _write(results, _settings(names, step_count, where, seed_number), folder, console)
+
+
+def _check_model(model: str) -> list[str]:
+    if model == _BOTH:
+        return list(MODELS)
+    if model not in MODELS:
+        raise _bad_value("--model", model, f"{', '.join(MODELS)} or {_BOTH}", "leave it out to train both")
+    return [model]
+
+
+def _check_whole_number(option: str, text: str, least: int, most: int) -> int:
+    if not re.fullmatch(r"[0-9]+", text) or not least <= int(text) <= most:
+        expected = f"a whole number from {least} to {most}"
+        raise _bad_value(option, text, expected, f"for example {option} {max(least, 7)}")
+    return int(text)
+
+
+def _check_device(device: str) -> torch.device:
+    if device not in ("cpu", "cuda"):
+        raise _bad_value("--device", device, "cpu or cuda", "leave it out for cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
+        raise _bad_value("--device", device, f"a device that is there, but {why}", "use --device cpu")
+    return torch.device(device)
+
+
+def _make_folder(out: Path) -> Path:
+    """`out` as an existing folder that can be written to."""
+    if out.exists() and not out.is_dir():
+        raise _bad_value("--out", str(out), "a folder or a new path, but this is a file", "choose another path")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        expected = f"a folder that can be written to ({error.strerror})"
+        raise _bad_value("--out", str(out), expected, "choose another path") from error
+    return out
+
+
+def _bad_value(option: str, got: str, expected: str, remedy: str) -> typer.BadParameter:
+    return typer.BadParameter(f"got {got!r}, expected {expected}; {remedy}", param_hint=option)
+
+
+def _check_packages(names: Sequence[str]) -> None:
+    """Exits with 1 and one line if an optional package that the run needs cannot be imported."""
+    for package in (*(package for name in names for package in MODELS[name].packages), _PICTURES):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            message = (
+                f"Error: compare needs {package}, which cannot be imported ({error}); "
+                "install what it needs with: pip install 'fused_remat[demo]'"
+            )
+            typer.echo(message, err=True)
+            raise typer.Exit(1) from error
+
+
+def load_workload(name: str) -> type[Workload]:
+    """The class of workload `name` of `MODELS`. Raises ImportError when its optional packages are missing."""
+    source = MODELS[name]
+    return getattr(importlib.import_module(source.module), source.class_name)
+
+
+def _run(workloads: Sequence[Workload], steps: int, console: Console) -> list[ModelResult]:
+    from fused_remat.compare.run import compare_model, work_units
+
+    _extension.load()  # may compile for some minutes, and says so: before the progress bar
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("starting", total=len(workloads) * work_units(steps))
+
+        def on_progress(text: str, units: int) -> None:
+            progress.update(task, description=text, advance=units)
+
+        results = [compare_model(workload, steps, on_progress) for workload in workloads]
+        progress.update(task, description="done")
+    return results
+
+
+def _write(results: Sequence[ModelResult], settings: Settings, folder: Path, console: Console) -> None:
+    """Prints a table per model and writes the pictures, the CSV files, `summary.json` and `report.html`."""
+    from fused_remat.compare.page import page
+    from fused_remat.compare.picture import draw
+    from fused_remat.compare.report import notes, table, write_csv, write_json
+
+    for result in results:
+        console.print()
+        console.print(table(result))
+        for note in notes(result):
+            console.print(f"- {note}", style="dim", markup=False, highlight=False)
+    written = []
+    for result in results:
+        written.append(folder / f"{result.name}.png")
+        written[-1].write_bytes(draw(result))
+    written += [*write_csv(results, folder), write_json(results, settings, folder), folder / "report.html"]
+    written[-1].write_text(page(results, settings), encoding="utf-8")
+    console.print(f"\nWritten to {folder}: {', '.join(path.name for path in written)}", markup=False, highlight=False)
+
+
+def _settings(names: Sequence[str], steps: int, device: torch.device, seed: int) -> Settings:
+    from fused_remat.compare.report import Settings
+
+    return Settings(
+        models=tuple(names),
+        steps=steps,
+        device=str(device),
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        threads=torch.get_num_threads(),
+        seed=seed,
+        versions=_versions(names),
+    )
+
+
+def _versions(names: Sequence[str]) -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    distributions = {"sklearn": "scikit-learn"}
+    for package in (package for name in names for package in MODELS[name].packages):
+        found[package] = metadata.version(distributions.get(package, package))
+    return found
+
+
+def _cpu_name() -> str:
+    """The processor's model name where Linux tells it, else what `platform` knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

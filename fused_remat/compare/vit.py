@@ -1,0 +1,95 @@
+"""A small timm Vision Transformer on scikit-learn's handwritten digits (1797 images of 8 x 8, ten classes)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from timm.layers import Mlp
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from fused_remat.compare.workload import Batch, MlpShape, Workload
+
+_SIDE, _PATCH = 8, 2
+_TOKENS = (_SIDE // _PATCH) ** 2
+_HELD_OUT = 360
+_HEAD_WIDTH = 32
+_RATIO = 4
+
+# timm starts position embeddings at 0.02, where they drown next to the patch embeddings of normalised digits: a run of
+# some dozen steps would learn a bag of patches.
+_POSITION_STD = 0.5
+
+
+class DigitsVit(Workload):
+    """ViT, 4 blocks of width 192 (MLPs 192 -> 768 -> 192), on 16 patches per digit, 256 digits per step."""
+
+    name = "vit"
+    title = "Vision Transformer (timm) on handwritten digits (scikit-learn)"
+    metric = "validation accuracy"
+    learning_rate = 1e-3
+    mlp_class = Mlp
+    batch_size = 256
+    width = 192
+    depth = 4
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__(seed, device)
+        digits = load_digits()
+        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)  # [N, 1, 8, 8], 0 to 16
+        labels = torch.tensor(digits.target, dtype=torch.int64)  # [N]
+        order = torch.randperm(len(labels), generator=self.generator(0))
+        train, held_out = order[_HELD_OUT:], order[:_HELD_OUT]
+        mean, std = images[train].mean(), images[train].std()
+        images = (images - mean) / std
+        self._train = images[train].to(device), labels[train].to(device)
+        self._held_out = images[held_out].to(device), labels[held_out].to(device)
+
+    @property
+    def shape(self) -> MlpShape:
+        return MlpShape(self.batch_size * _TOKENS, self.width, _RATIO * self.width, gated=False, count=self.depth)
+
+    def describe(self) -> str:
+        return (
+            f"{self.depth} blocks of width {self.width}, MLPs {self.width} -> {self.shape.hidden} -> {self.width}, "
+            f"{_TOKENS} patches per image, batches of {self.batch_size} = {self.shape.rows} token rows; "
+            f"{len(self._train[1])} images to train on, {_HELD_OUT} held out"
+        )
+
+    def build(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = VisionTransformer(
+                img_size=_SIDE,
+                patch_size=_PATCH,
+                in_chans=1,
+                num_classes=10,
+                embed_dim=self.width,
+                depth=self.depth,
+                num_heads=self.width // _HEAD_WIDTH,
+                mlp_ratio=_RATIO,
+                class_token=False,
+                global_pool="avg",
+                weight_init="jax",
+            )
+            nn.init.trunc_normal_(model.pos_embed, std=_POSITION_STD)
+        return model.to(self.device).train()
+
+    def batch(self, step: int) -> Batch:
+        """Images [B, 1, 8, 8] (zero mean, unit variance) and labels [B] (int64); each epoch is a new shuffle."""
+        images, labels = self._train
+        per_epoch = len(labels) // self.batch_size
+        epoch, position = divmod(step, per_epoch)
+        order = torch.randperm(len(labels), generator=self.generator(1 + epoch))
+        chosen = order[position * self.batch_size : (position + 1) * self.batch_size].to(self.device)
+        return images[chosen], labels[chosen]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(model(images), labels)
+
+    def validate(self, model: nn.Module) -> float:
+        """Share of the held-out digits that are classified correctly, 0 to 1."""
+        images, labels = self._held_out
+        return (model(images).argmax(dim=-1) == labels).float().mean().item()

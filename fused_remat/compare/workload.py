@@ -1,0 +1,74 @@
+"""What a model with its data has to offer to be compared, and the optimizer settings that all of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class MlpShape:
+    """`rows` M that each MLP sees per step, model width D, `hidden` width F, whether gated, and how many MLPs."""
+
+    rows: int
+    width: int
+    hidden: int
+    gated: bool
+    count: int
+
+    @property
+    def gemm_flop(self) -> int:
+        """FLOP of one matrix product of one MLP: 2 M D F."""
+        return 2 * self.rows * self.width * self.hidden
+
+
+class Workload(ABC):
+    """A model and its data, deterministic in `seed`: batch `i` is a function of `seed` and `i` alone.
+
+    Dropout is 0 everywhere, so that the losses of the variants differ by rounding alone.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    metric: ClassVar[str]  # what `validate` returns, with its unit
+    learning_rate: ClassVar[float]
+    mlp_class: ClassVar[type[nn.Module]]
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self.device = device
+
+    @property
+    @abstractmethod
+    def shape(self) -> MlpShape:
+        """The sizes of the model's MLPs."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line on the model and the data, with sizes."""
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """A new model in training mode, its weights drawn from `seed`."""
+
+    @abstractmethod
+    def batch(self, step: int) -> Batch:
+        """The inputs and targets of optimizer step `step` (from 0)."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The training loss, a scalar (mean cross entropy, nats)."""
+
+    @abstractmethod
+    def validate(self, model: nn.Module) -> float:
+        """`metric` on data that no batch contains."""
+
+    def generator(self, stream: int) -> torch.Generator:
+        """A CPU generator that is a function of `seed` and `stream`, so that no draw depends on earlier ones."""
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + stream)
