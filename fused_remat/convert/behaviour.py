@@ -1,0 +1,245 @@
+"""What does this code compute? Answered by running it on a tiny copy of the layer and comparing with the reference.
+
+Names prove little: a class with children `gate_proj`, `up_proj` and `down_proj` may clamp, scale or split. So a layer
+is converted only if its own code, on a copy with linears of a few features and random weights, returns the outputs
+and gradients of `fused_remat.reference.mlp`, in float64, in evaluation and in training. In the copy every dropout and
+norm is a marker that scales by a factor of its own, which shows where it is applied; only the parts in question
+exist, and they are called past all hooks. Nothing of the real layer runs or changes: no weight is read (it may be
+large, on the meta device or sharded) and random states are untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat import reference
+from fused_remat.activations import ACTIVATIONS
+from fused_remat.convert.fused import Layout, Path, find
+
+_D, _F = 5, 7  # model and hidden width of the copy
+_TOLERANCE = 1e-10  # relative; the two GELUs differ by 5e-4
+# Token rows from tiny to huge, so that a clamp or a clip shows.
+_ROW_SCALES = torch.tensor([0.01, 0.3, 1.0, 3.0, 30.0, 1e4], dtype=torch.float64, device="cpu").view(2, 3, 1)
+
+
+class _Marker(nn.Dropout):
+    """Stands for a dropout, norm or other module around the MLP: scales by `factor`."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    """On the CPU, with gradients, without autocast, warnings or traces in torch's random state."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@functools.cache
+def _unhooked(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (cls,), {"__call__": cls.forward, "__module__": cls.__module__})
+
+
+def _copy(module: nn.Module, training: bool, **changes: Any) -> nn.Module:
+    """A shallow copy whose call is its class's forward, with some of its `__dict__` replaced."""
+    copy = object.__new__(_unhooked(type(module)))
+    copy.__dict__.update(module.__dict__ | {"training": training} | changes)
+    return copy
+
+
+def _grid() -> Tensor:
+    tail = torch.logspace(0.7, 30, 60, dtype=torch.float64, device="cpu")
+    return torch.cat([torch.linspace(-4, 4, 1000, dtype=torch.float64, device="cpu"), tail, -tail])
+
+
+def _values_and_slopes(act: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    x = _grid().requires_grad_()
+    y = act(x.clone())
+    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+
+
+@functools.cache
+def _known_activations() -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: _values_and_slopes(act) for name, act in ACTIVATIONS.items()}
+
+
+def _close(actual: Tensor, expected: Tensor, scale: Tensor | float = 1.0) -> bool:
+    return actual.shape == expected.shape and bool(((actual - expected).abs() <= _TOLERANCE * scale).all())
+
+
+def activation_name(act: nn.Module | Callable[[Tensor], Tensor]) -> str | None:
+    """The name in ACTIVATIONS that computes what `act` does, values and slopes, in either mode; None if there is none.
+
+    A module with parameters, buffers or children is never an activation: its values may change.
+    """
+    if isinstance(act, nn.Module) and (act._parameters or act._buffers or act._modules):
+        return None
+    with _isolated():
+        known = _known_activations()
+        names = list(known)
+        for training in (False, True):
+            try:
+                probe = _copy(act, training) if isinstance(act, nn.Module) else act
+                values, slopes = _values_and_slopes(probe)
+            except Exception:  # whatever an unknown callable raises, it is not a known activation
+                return None
+            names = [
+                name
+                for name in names
+                if _close(values, known[name][0], known[name][0].abs().clamp(min=1.0))
+                and _close(slopes, known[name][1], known[name][1].abs().clamp(min=1.0))
+            ]
+        return names[0] if names else None
+
+
+def looks_like_activation(module: nn.Module) -> bool:
+    """Whether `module` could be an activation, known or not: a leaf that maps any tensor to one of the same shape."""
+    if module._modules:
+        return False
+    if type(module).__module__ == "torch.nn.modules.activation":
+        return True
+    with _isolated():
+        try:
+            return _copy(module, training=False)(_grid()).shape == _grid().shape
+        except Exception:  # needs other arguments or shapes: not an activation
+            return False
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One run of a layer's code on a small copy: what went in, what came out, in one mode."""
+
+    mode: str  # "in evaluation" or "in training"
+    weights: dict[Path, list[Tensor | None]]  # [weight, bias] of each linear, float64
+    factors: dict[Path, float]  # of each marker
+    x: Tensor  # [2, 3, D] float64
+    dout: Tensor  # [2, 3, D] float64
+    y: Tensor
+    gradients: tuple[Tensor | None, ...]  # of x and the weights, for dout
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return _differentiable(self.x, self.weights)
+
+
+def observe(layer: nn.Module, layout: Layout, linear: type[nn.Module]) -> list[Observation] | str:
+    """What the code of `layer` computes in evaluation and in training, or why it does not run on a small copy.
+
+    Of `layout` only the set of parts matters, and which linear is the last; so one observation serves all layouts
+    that agree in these. `linear` is the class of the linears.
+    """
+    observations = []
+    with _isolated():
+        for training in (False, True):
+            mode = "in training" if training else "in evaluation"
+            try:
+                observations.append(_observe(layer, layout, linear, training, mode))
+            except Exception as error:  # the layer's code may raise anything when it is not an MLP
+                text = str(error).strip().splitlines()
+                return f"its {layout.method} fails {mode} on a small copy: {text[0] if text else type(error).__name__}"
+    return observations
+
+
+def why_not_mlp(layout: Layout, observations: list[Observation]) -> str | None:
+    """Why what was observed is not the MLP that `layout` describes; None if it is."""
+    with _isolated():
+        for seen in observations:
+            expected = _expected(layout, seen)
+            what = f"its {layout.method} computes something else {seen.mode}"
+            if not _close(seen.y, expected, 1.0 + expected.abs().amax(-1, keepdim=True)):
+                return f"{what}: outputs differ"
+            wanted = torch.autograd.grad(expected, seen.inputs, seen.dout)
+            for got, want in zip(seen.gradients, wanted, strict=True):
+                if got is None or not _close(got, want, 1.0 + want.abs().amax(-1, keepdim=True)):
+                    return f"{what}: gradients differ"
+    return None
+
+
+def _observe(layer: nn.Module, layout: Layout, linear: type[nn.Module], training: bool, mode: str) -> Observation:
+    random = torch.Generator("cpu").manual_seed(20)
+    weights = {
+        path: _weights(layer, path, (_D, _F) if path == layout.down else (_F, _D), random)
+        for path in sorted(layout.linears)
+    }
+    around = {path for path in (layout.dropout, *layout.before, *layout.after, layout.norm) if path}
+    factors = {path: 0.75 + 0.25 * i for i, path in enumerate(sorted(around))}
+    parts: dict[Path, Any] = {path: _Marker(factor) for path, factor in factors.items()}
+    parts |= {path: _linear(linear, *weights[path], training) for path in layout.linears}
+    for path in (layout.act, *layout.through):
+        part = find(layer, path) if path else None
+        if part is not None and not part._modules:
+            parts[path] = _copy(part, training)
+
+    x = torch.randn(2, 3, _D, generator=random, dtype=torch.float64) * _ROW_SCALES
+    dout = torch.randn(2, 3, _D, generator=random, dtype=torch.float64)
+    x.requires_grad_()
+    y = getattr(type(layer), layout.method)(_twin(layer, parts, training), x)
+    if not isinstance(y, Tensor):
+        raise TypeError(f"it returns a {type(y).__name__} instead of a tensor")
+    gradients = torch.autograd.grad(y, _differentiable(x, weights), dout, allow_unused=True)
+    return Observation(mode, weights, factors, x, dout, y, gradients)
+
+
+def _differentiable(x: Tensor, weights: dict[Path, list[Tensor | None]]) -> list[Tensor]:
+    return [x, *[tensor for pair in weights.values() for tensor in pair if tensor is not None]]
+
+
+def _weights(layer: nn.Module, path: Path, shape: tuple[int, int], random: torch.Generator) -> list[Tensor | None]:
+    """Random [out, in] weight and [out] bias in the place of those of the linear at `path`."""
+    weight = torch.randn(shape, generator=random, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(shape[0], generator=random, dtype=torch.float64, requires_grad=True)
+    return [weight, None if getattr(find(layer, path), "bias", bias) is None else bias]
+
+
+def _linear(cls: type[nn.Module], weight: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
+    fan_out, fan_in = weight.shape
+    transposed = cls is not nn.Linear
+    linear = cls(fan_out, fan_in) if transposed else cls(fan_in, fan_out, bias is not None)
+    return _copy(linear, training, _parameters={"weight": weight.t() if transposed else weight, "bias": bias})
+
+
+def _twin(module: nn.Module, parts: dict[Path, Any], training: bool, path: Path = ()) -> nn.Module:
+    """A copy of `module` with `parts` in their places, without the children that no part is or lies below."""
+    children = {}
+    for name, child in module._modules.items():
+        below = (*path, name)
+        if below in parts:
+            children[name] = parts[below]
+        elif any(part[: len(below)] == below for part in parts):
+            children[name] = _twin(child, parts, training, below)
+    return _copy(module, training, _modules=children)
+
+
+def _expected(layout: Layout, seen: Observation) -> Tensor:
+    w_up, b_up = seen.weights[layout.up]
+    w_down, b_down = seen.weights[layout.down]
+    w_gate, b_gate = seen.weights[layout.gate] if layout.gate else (None, None)
+    x = seen.x
+    for path in layout.before:
+        x = x * seen.factors[path]
+    scaled_down = w_down * seen.factors.get(layout.dropout, 1.0)
+    y = reference.mlp(x, w_up, scaled_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate, activation=layout.activation)
+    for path in layout.after:
+        y = y * seen.factors[path]
+    return (y + x) * seen.factors[layout.norm] if layout.norm else y

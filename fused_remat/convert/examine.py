@@ -1,0 +1,112 @@
+"""One layer's verdict: how it can run fused, why it cannot, or that it is no MLP at all."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fused_remat.convert.behaviour import Observation, observe, why_not_mlp
+from fused_remat.convert.fused import Fused, Layout, Path, find, why_changed
+from fused_remat.convert.patterns import PATTERNS, Proposal, attribute, is_conv1d
+from fused_remat.convert.rebind import describe, fused_class, record_of
+from fused_remat.nn import MLP, GatedMLP
+from fused_remat.settings import RESIDUALS, Keep
+
+# Attribute values that can be told apart by `==` and are the same in a copy.
+_SIMPLE = (str, int, float, bool, type(None), types.FunctionType, types.BuiltinFunctionType)
+
+
+def why_already(layer: nn.Module) -> str | None:
+    """Why there is nothing left to convert in `layer`; None if it is stock."""
+    if isinstance(layer, (MLP, GatedMLP)):
+        return f"is a fused_remat.{type(layer).__name__}"
+    record = record_of(layer)
+    return None if record is None else f"already converted: {describe(record)}; revert it to choose again"
+
+
+def examine(layer: nn.Module, keep: Keep, known: set[Layout]) -> Fused | str | None:
+    """The record with which `layer` can run fused, the reason why it cannot, or None if it does not look like an MLP.
+
+    `known` collects the layouts that fitted so far; they are tried first, as models repeat their layers.
+    """
+    if isinstance(layer, torch.jit.ScriptModule):
+        return None
+    first_reason = None
+    for propose in PATTERNS.values():
+        proposal = propose(layer)
+        if proposal is None:
+            continue
+        verdict = _settle(layer, proposal, keep, known)
+        if isinstance(verdict, Fused):
+            return verdict
+        first_reason = first_reason or verdict
+    return first_reason
+
+
+def _settle(layer: nn.Module, proposal: Proposal, keep: Keep, known: set[Layout]) -> Fused | str | None:
+    reason = proposal.near_miss
+    observed: dict[Path, list[Observation] | str] = {}  # by the last linear
+    for layout in sorted(proposal.layouts, key=lambda layout: layout not in known):
+        linears = (find(layer, path) for path in layout.linears)
+        linear = next((type(part) for part in linears if is_conv1d(part)), nn.Linear)
+        if layout.down not in observed:
+            observed[layout.down] = observe(layer, layout, linear)
+        seen = observed[layout.down]
+        mismatch = seen if isinstance(seen, str) else why_not_mlp(layout, seen)
+        if mismatch is None:
+            known.add(layout)
+            fused = _record(layer, layout, linear, keep)
+            return _why_not_now(layer, fused) or fused
+        reason = reason or mismatch
+    return (reason or "its parts are in no order that a fused MLP has") if proposal.certain else None
+
+
+def _record(layer: nn.Module, layout: Layout, linear: type[nn.Module], keep: Keep) -> Fused:
+    replaced = [
+        path for path in (layout.act, layout.dropout, *layout.through) if path and find(layer, path) is not None
+    ]
+    runs_every_child = type(layer).forward is nn.Sequential.forward
+    return Fused(
+        layout=layout,
+        keep=tuple(name for name in RESIDUALS[bool(layout.gate)] if name in keep) if isinstance(keep, tuple) else keep,
+        linear=linear,
+        parts=tuple((path, type(find(layer, path))) for path in replaced),
+        settings=tuple(_settings(layer, layout)),
+        children=tuple(layer._modules) if runs_every_child else None,
+    )
+
+
+def _settings(layer: nn.Module, layout: Layout) -> Iterator[tuple[Path, str, Any]]:
+    """Attributes that the replaced code reads and that a user may change later: a scale, a probability, a mode."""
+    for path in dict.fromkeys(((), layout.act, *layout.through)):
+        part = find(layer, path)
+        if part is None:
+            continue
+        method = layout.method if part is layer else "forward"
+        code = getattr(inspect.unwrap(getattr(type(part), method)), "__code__", None)
+        for name in () if code is None else code.co_names:
+            value = vars(part).get(name, part)
+            if isinstance(value, _SIMPLE) and name != "training":
+                yield path, name, value
+    if layout.act and find(layer, layout.act) is None:
+        yield layout.act[:-1], layout.act[-1], attribute(layer, layout.act)
+
+
+def _why_not_now(layer: nn.Module, fused: Fused) -> str | None:
+    """Why a layer that computes an MLP is left alone all the same: something in it is not plain."""
+    method = fused.layout.method
+    if method in vars(layer):
+        return f"has a {method} of its own on the instance"
+    reason = why_changed(layer, fused)
+    if reason is not None:
+        return reason
+    try:
+        fused_class(type(layer), method)
+    except TypeError as error:  # a class that refuses subclasses, or wants arguments for them
+        return f"its class cannot be subclassed: {error}"
+    return None

@@ -1,0 +1,122 @@
+"""A converted layer at run time: where its parts are, whether they are still what they were, and the fused call.
+
+Nothing here holds a module: a `Fused` record sits on the converted layer as an ordinary attribute and names parts by
+path, so that copies, pickles and layers whose children are swapped later see their own parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fused_remat import functional
+from fused_remat.plain import is_plain_input, why_not_plain, why_not_plain_linear, why_watched, why_weights_unfit
+from fused_remat.settings import Keep
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which child of a layer plays which part: paths of child names below the layer, () where there is none.
+
+    The layer's `method` computes `hidden = act(up(x))` or `act(gate(x)) * up(x)`, then `down(dropout(hidden))`;
+    `before` runs on x, `after` on the result, and `norm`, if any, on the sum of that result and x.
+    """
+
+    up: Path
+    down: Path
+    gate: Path = ()
+    activation: str = ""  # a name in ACTIVATIONS
+    act: Path = ()  # the module or function attribute that is the activation; () = written out in the method
+    dropout: Path = ()
+    before: tuple[Path, ...] = ()
+    after: tuple[Path, ...] = ()
+    norm: Path = ()
+    through: tuple[Path, ...] = ()  # other modules whose own forward the fused call replaces
+    method: str = "forward"
+
+    @property
+    def linears(self) -> tuple[Path, ...]:
+        return (self.up, self.gate, self.down) if self.gate else (self.up, self.down)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What conversion found and the fused call relies on; compared with the layer at every call."""
+
+    layout: Layout
+    keep: Keep
+    linear: type[nn.Module]  # nn.Linear, or transformers' Conv1D, which stores its weight transposed
+    parts: tuple[tuple[Path, type[nn.Module]], ...]  # the replaced modules that are not linears, with their classes
+    settings: tuple[tuple[Path, str, Any], ...]  # (part, attribute, value) that the replaced code reads
+    children: tuple[str, ...] | None  # all child names where the code runs every child (nn.Sequential), else None
+
+
+def find(layer: nn.Module, path: Path) -> nn.Module | None:
+    """The module at `path` below `layer`; None if there is none."""
+    for name in path:
+        if layer is None:
+            return None
+        layer = layer._modules.get(name)
+    return layer
+
+
+def why_changed(layer: nn.Module, fused: Fused) -> str | None:
+    """Why `layer` must run its own code: what is not plain, or no longer what conversion saw; None if nothing."""
+    if fused.children is not None and tuple(layer._modules) != fused.children:
+        return f"its children are no longer {', '.join(fused.children)}"
+    for path in fused.layout.linears:
+        reason = why_not_plain_linear(find(layer, path), fused.linear)
+        if reason is not None:
+            return f"{'.'.join(path)} {reason}"
+    for path, cls in fused.parts:
+        reason = why_not_plain(find(layer, path), cls)
+        if reason is not None:
+            return f"{'.'.join(path)} {reason}"
+    for path, name, value in fused.settings:
+        current = getattr(find(layer, path), name, None)
+        if current is not value and current != value:
+            return f"{'.'.join((*path, name))} is no longer {value!r}"
+    return why_weights_unfit(*[find(layer, path).weight for path in fused.layout.linears])
+
+
+def run(layer: nn.Module, fused: Fused, x: Tensor, stock: Callable[[], Any]) -> Any:
+    """The fused result for the one input `x` of `layer`, or `stock()`, the layer's own code, where that must run."""
+    layout = fused.layout
+    if not is_plain_input(x) or why_changed(layer, fused) is not None or why_watched() is not None:
+        return stock()
+    dropout = find(layer, layout.dropout) if layout.dropout else None
+    if dropout is not None and dropout.p >= 1.0:
+        return stock()
+    for path in layout.before:
+        x = find(layer, path)(x)
+    y = _mlp(layer, fused, x, dropout)
+    for path in layout.after:
+        y = find(layer, path)(y)
+    return find(layer, layout.norm)(y + x) if layout.norm else y
+
+
+def _mlp(layer: nn.Module, fused: Fused, x: Tensor, dropout: nn.Module | None) -> Tensor:
+    layout = fused.layout
+    up, down = find(layer, layout.up), find(layer, layout.down)
+    gate = find(layer, layout.gate) if layout.gate else None
+    transposed = fused.linear is not nn.Linear
+    weights = [linear.weight if linear is not None else None for linear in (up, down, gate)]
+    w_up, w_down, w_gate = [w.t() if transposed and w is not None else w for w in weights]
+    return functional.mlp(
+        x,
+        w_up,
+        w_down,
+        up.bias,
+        down.bias,
+        w_gate=w_gate,
+        b_gate=None if gate is None else gate.bias,
+        activation=layout.activation,
+        dropout_p=0.0 if dropout is None else dropout.p,
+        training=dropout is not None and dropout.training,
+        keep=fused.keep,
+    )

@@ -1,0 +1,165 @@
+"""Modules: parameters and settings of the fused layers; the maths is `fused_remat.functional`.
+
+Each module holds ordinary `nn.Linear` children, so that adapters, hooks, parametrisations, quantisation and tensor
+parallel plans find what they expect. While every child is plain, `forward` is one fused call; as soon as one is not,
+`forward` calls the children one after the other, as stock code would (`fused_remat.plain` decides, at every call).
+
+Dims: `D` in_features, `F` hidden_features, `D_out` out_features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fused_remat import functional
+from fused_remat.activations import ACTIVATIONS
+from fused_remat.plain import is_plain_input, why_not_plain_linear, why_watched, why_weights_unfit
+from fused_remat.settings import Keep, check_activation, check_dropout, check_keep, check_size
+
+
+def _why_unfused(x: Tensor, *linears: nn.Module) -> str | None:
+    for linear in linears:
+        reason = why_not_plain_linear(linear)
+        if reason is not None:
+            return reason
+    if not is_plain_input(x):
+        return f"the input is a {type(x).__name__}"
+    return why_weights_unfit(*[linear.weight for linear in linears]) or why_watched()
+
+
+class MLP(nn.Module):
+    """`fc2(dropout(act(fc1(x))))` that keeps only `x` for the backward pass.
+
+    Args:
+        in_features: width D of the input.
+        hidden_features: width F between the two linears; `in_features` if None.
+        out_features: width D_out of the output; `in_features` if None.
+        activation: a name from `fused_remat.activations.ACTIVATIONS`.
+        bias: whether both linears have a bias.
+        dropout: probability in [0, 1) of zeroing an element after the activation, in training mode only.
+        keep: what backward does not have to rebuild: `()` nothing, `("up",)` the pre-activation, or a float in
+            [0, 1], the fraction of hidden features whose pre-activation is kept.
+        device, dtype: of the parameters.
+
+    Shapes: x [..., D] -> [..., D_out], in the dtype of the weights (or autocast's).
+
+    Raises:
+        ValueError: a size below 1, an unknown activation or name in `keep`, `dropout` or a fraction out of range.
+        TypeError: `keep` is neither a tuple of names nor a float.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        *,
+        activation: str = "gelu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        keep: Keep = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        hidden_features = in_features if hidden_features is None else hidden_features
+        out_features = in_features if out_features is None else out_features
+        check_size("in_features", in_features)
+        check_size("hidden_features", hidden_features)
+        check_size("out_features", out_features)
+        super().__init__()
+        self.activation = check_activation(activation)
+        self.dropout = check_dropout(dropout)
+        self.keep = check_keep(keep, gated=False)
+        self.fc1 = nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.fc2 = nn.Linear(hidden_features, out_features, bias, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fc1, fc2 = self.fc1, self.fc2
+        if _why_unfused(x, fc1, fc2) is not None:
+            hidden = ACTIVATIONS[self.activation](fc1(x))
+            return fc2(F.dropout(hidden, self.dropout, self.training))
+        return functional.mlp(
+            x,
+            fc1.weight,
+            fc2.weight,
+            fc1.bias,
+            fc2.bias,
+            activation=self.activation,
+            dropout_p=self.dropout,
+            training=self.training,
+            keep=self.keep,
+        )
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, dropout={self.dropout}, keep={self.keep}"
+
+
+class GatedMLP(nn.Module):
+    """`down_proj(dropout(act(gate_proj(x)) * up_proj(x)))` that keeps only `x` (Shazeer, "GLU Variants", 2020).
+
+    Args:
+        in_features: width D of the input.
+        hidden_features: width F of gate and up.
+        out_features: width D_out of the output; `in_features` if None.
+        activation: of the gate, a name from `fused_remat.activations.ACTIVATIONS`.
+        bias: whether the three linears have a bias.
+        dropout: probability in [0, 1) of zeroing an element of the hidden product, in training mode only.
+        keep: what backward does not have to rebuild: any of "up" and "gate" in a tuple, or a float in [0, 1], the
+            fraction of hidden features whose up and gate are kept.
+        device, dtype: of the parameters.
+
+    Shapes: x [..., D] -> [..., D_out], in the dtype of the weights (or autocast's).
+
+    Raises:
+        ValueError: a size below 1, an unknown activation or name in `keep`, `dropout` or a fraction out of range.
+        TypeError: `keep` is neither a tuple of names nor a float.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: str = "silu",
+        bias: bool = False,
+        dropout: float = 0.0,
+        keep: Keep = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        out_features = in_features if out_features is None else out_features
+        check_size("in_features", in_features)
+        check_size("hidden_features", hidden_features)
+        check_size("out_features", out_features)
+        super().__init__()
+        self.activation = check_activation(activation)
+        self.dropout = check_dropout(dropout)
+        self.keep = check_keep(keep, gated=True)
+        self.gate_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.up_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.down_proj = nn.Linear(hidden_features, out_features, bias, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
+        if _why_unfused(x, gate_proj, up_proj, down_proj) is not None:
+            hidden = ACTIVATIONS[self.activation](gate_proj(x)) * up_proj(x)
+            return down_proj(F.dropout(hidden, self.dropout, self.training))
+        return functional.mlp(
+            x,
+            up_proj.weight,
+            down_proj.weight,
+            up_proj.bias,
+            down_proj.bias,
+            w_gate=gate_proj.weight,
+            b_gate=gate_proj.bias,
+            activation=self.activation,
+            dropout_p=self.dropout,
+            training=self.training,
+            keep=self.keep,
+        )
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, dropout={self.dropout}, keep={self.keep}"

@@ -1,0 +1,118 @@
+"""What the tests of modules and conversion share: counting fused calls, one step of a model, comparing two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat import functional
+
+
+@contextlib.contextmanager
+def fused_calls() -> Iterator[list[str]]:
+    """Collects the activation of every call of `functional.mlp`, so that a test sees which path ran."""
+    calls: list[str] = []
+    original = functional.mlp
+
+    def counted(*args, activation="gelu", **kwargs):
+        calls.append(activation)
+        return original(*args, activation=activation, **kwargs)
+
+    functional.mlp = counted
+    try:
+        yield calls
+    finally:
+        functional.mlp = original
+
+
+def step(model: nn.Module, *inputs: Tensor, seed: int = 0) -> dict[str, Tensor]:
+    """Output and every gradient of one forward and backward with a random incoming gradient."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    inputs = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs)
+    out = model(*inputs)
+    out = out if isinstance(out, Tensor) else out[0]
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=out.dtype)
+    out.backward(dout)
+    results = {"output": out.detach()}
+    results |= {f"dx{i}": x.grad for i, x in enumerate(inputs) if x.requires_grad}
+    results |= {f"d{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return results
+
+
+def kept_shapes(model: nn.Module, x: Tensor) -> list[tuple[tuple[int, ...], int]]:
+    """(shape, storage bytes) of each distinct non-empty storage kept for backward that is not a parameter's."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, tuple[tuple[int, ...], int]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = (tuple(tensor.shape), storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(x)
+    assert out.requires_grad
+    return sorted(kept.values())
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Every tensor within `tolerance` of the largest element of the expected one, which is not all zero."""
+    assert actual.keys() == expected.keys()
+    for name, want in expected.items():
+        error = (actual[name] - want).abs().max().item()
+        scale = want.abs().max().item()
+        # A gradient that is zero in theory (a key bias under softmax) is rounding noise in both.
+        assert error <= tolerance * max(scale, 1e-3), f"{name}: {error:.2e} of {scale:.2e}"
+
+
+def randomize(model: nn.Module, seed: int = 1) -> nn.Module:
+    """Random values, far from any initialisation, in every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+class LowRank(nn.Module):
+    """An adapter of the common kind: `base(x) + up(down(x))`, with a non-zero second matrix."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
+        self.b = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class ScaledLinear(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.5
+
+
+class TwoLinear(nn.Module):
+    """A hand-written MLP whose activation is a function in `forward`."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor], width: int = 6, hidden: int = 10) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, hidden, dtype=torch.float64)
+        self.second = nn.Linear(hidden, width, dtype=torch.float64)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.act(self.first(x)))
+
+
+def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """`model` and an untouched copy of it."""
+    return model, copy.deepcopy(model)

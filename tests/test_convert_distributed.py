@@ -1,0 +1,82 @@
+"""Sharded weights: DTensor, FSDP2 and tensor parallel plans, in one process with one rank (gloo)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from convert_cases import assert_same, fused_calls, randomize, step
+from torch import nn
+
+from fused_remat.convert import convert
+from fused_remat.nn import GatedMLP
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def sequential() -> nn.Sequential:
+    return randomize(nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6)))
+
+
+def gated() -> GatedMLP:
+    return randomize(GatedMLP(6, 10))
+
+
+def parallelize(layer: nn.Module, mesh) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    *ups, down = [name for name, child in layer.named_children() if isinstance(child, nn.Linear)]
+    parallelize_module(layer, mesh, {name: ColwiseParallel() for name in ups} | {down: RowwiseParallel()})
+
+
+def full(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in results.items()}
+
+
+@pytest.mark.parametrize("make", [sequential, gated])
+def test_tensor_parallel_plan_after_conversion_runs_the_children(mesh, make):
+    layer, stock = make(), make()
+    convert(layer)
+    parallelize(layer, mesh)
+    with fused_calls() as calls:
+        actual = step(layer, X)
+    assert calls == []
+    assert_same(full(actual), step(stock, X), 1e-5)
+
+
+def test_sharded_weights_are_left_alone(mesh):
+    layer = sequential()
+    parallelize(layer, mesh)
+    report = convert(layer)
+    assert report.converted == [] and report.skipped[0].reason.startswith("0 ")
+
+
+@pytest.mark.parametrize("make", [sequential, gated])
+@pytest.mark.parametrize("whole", [True, False])
+def test_fully_shard_fuses_when_the_layer_is_the_unit(mesh, make, whole):
+    from torch.distributed.fsdp import fully_shard
+
+    layer = make()
+    stock = copy.deepcopy(layer)
+    convert(layer)
+    for unit in [layer] if whole else [child for child in layer.children() if isinstance(child, nn.Linear)]:
+        fully_shard(unit, mesh=mesh)
+    with fused_calls() as calls:
+        actual = step(layer, X)
+    assert len(calls) == (1 if whole else 0)
+    assert_same(full(actual), step(stock, X), 1e-5)
