@@ -127,7 +127,12 @@ inline void load_pre(
     }
     round_to(t.compute, to, n);
   }
-  if (n_kept > 0) load(kept, t.compute, row, col, n_kept, to);
+  if (n_kept > 0) {
+    // By way of a buffer: halves are loaded in whole vectors, which would run into the rebuilt columns.
+    Buffer<T> values;
+    load(kept, t.compute, row, col, n_kept, values.data);
+    std::memcpy(to, values.data, n_kept * sizeof(T));
+  }
 }
 
 template <class T>
