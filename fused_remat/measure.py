@@ -337,6 +337,6 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
     """(address, bytes) of a tensor's storage; (0, 0) for a tensor without one (sparse, fake, a wrapper subclass)."""
     try:
         storage = tensor.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
-    except (NotImplementedError, RuntimeError):
+        return (0, 0) if storage.device.type == "meta" else (storage.data_ptr(), storage.nbytes())
+    except (NotImplementedError, RuntimeError, ValueError):
         return 0, 0

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import _step, reference
@@ -380,6 +381,16 @@ def test_gradients_and_random_generators_come_back():
     assert torch.equal(before, torch.ones(F, D))
     assert x.grad is None and net[2].weight.grad is None
     assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_tensors_without_storage_may_be_around():
+    with FakeTensorMode():
+        fake = torch.empty(3, requires_grad=True)
+    around = [fake, torch.eye(3).to_sparse().requires_grad_(), nn.LazyLinear(3), torch.empty(3, device="meta")]
+    around.append(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged, requires_grad=True))
+    net = mlp()
+    assert measure(lambda: net(X), repeats=0).kept_hook_bytes == 2 * M * F * FP32
+    assert len(around) == 5
 
 
 @pytest.mark.parametrize("fails_in", ["warm-up", "profile", "hooks", "repeat", "backward"])

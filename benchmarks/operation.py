@@ -1,0 +1,67 @@
+"""What an operation brings to the benchmark: its cases, their inputs, the truth and the providers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# The two that others are compared with; every operation has providers of these names.
+EAGER, CHECKPOINT = "eager", "checkpoint"
+
+Leaves = Mapping[str, Tensor]
+Forward = Callable[[], Tensor]
+
+
+class NotRun(Exception):
+    """A provider cannot run here; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A goal: the median time of `provider` is at most `most` times that of `baseline`. Printed, never enforced."""
+
+    provider: str
+    baseline: str
+    most: float
+
+
+class Case(Protocol):
+    """One shape and dtype. `gemm_flop`: FLOP of one matrix product of the layer, the unit of product counts."""
+
+    name: str
+    dtype: torch.dtype
+    gemm_flop: int
+    bars: Sequence[Bar]
+
+    def config(self) -> dict[str, Any]:
+        """The case as JSON values, for the CSV."""
+
+    def with_dtype(self, dtype: torch.dtype) -> Case:
+        """The same shape in another dtype, without goals if it is another."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One entry of `run.OPERATIONS`.
+
+    Attributes:
+        parse: text of `--shapes`, dtype or None, activation or None -> case; raises ValueError.
+        leaves: case, device -> the inputs by name, in the case's dtype, all requiring gradients.
+        truth: case, leaves of any dtype -> the output, plainly computed.
+        providers: name -> (case, leaves -> forward function over these leaves); raises NotRun.
+        slow_providers: names that `--quick` leaves out.
+    """
+
+    name: str
+    shape_help: str
+    cases: Sequence[Case]
+    quick_cases: Sequence[Case]
+    parse: Callable[[str, torch.dtype | None, str | None], Case]
+    leaves: Callable[[Any, torch.device], Leaves]
+    truth: Callable[[Any, Leaves], Tensor]
+    providers: Mapping[str, Callable[[Any, Leaves], Forward]]
+    slow_providers: frozenset[str] = field(default=frozenset())
