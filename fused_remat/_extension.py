@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -34,6 +36,7 @@ class Status:
     torch_version: str | None = None
 
 
+F = TypeVar("F", bound=Callable)
 _lock = threading.Lock()
 _status: Status | None = None
 
@@ -43,12 +46,22 @@ def status() -> Status:
     return _status or Status()
 
 
-@torch.compiler.assume_constant_result
+def constant_when_traced(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, less its import of torch._dynamo.
+
+    That import takes a second and fails where Triton is installed but broken. A trace calls the function for real and
+    takes its result for a constant.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_when_traced
 def load() -> str | None:
     """Load the compiled operators once per process; None when they are there, else one sentence why they are not.
 
-    Thread-safe, and a constant to torch.compile: a trace calls it for real and goes on. The first call may compile
-    (one line on stderr) and, on failure, emits the process's one RuntimeWarning.
+    Thread-safe. The first call may compile (one line on stderr) and, on failure, emits the process's one
+    RuntimeWarning.
     """
     global _status
     if _status is None:

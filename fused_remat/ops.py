@@ -7,33 +7,39 @@ policies, sharding rules and FLOP counts. Schemas and shapes: `csrc/library.cpp`
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from functools import cache
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from fused_remat import _extension
 
 _lock = threading.Lock()
-_described = False
+_has_fakes = False
+_has_flops = False
 
 
-@torch.compiler.assume_constant_result
+@_extension.constant_when_traced
 def ready() -> str | None:
     """None once the operators are loaded and described to torch; else one sentence why they are not."""
-    global _described
+    global _has_fakes, _has_flops
     reason = _extension.load()
-    if reason is None and not _described:
+    # Not imported here: without a working Triton that module logs a line or cannot be imported at all. Whoever counts
+    # has imported it before the call to be counted.
+    countable = "torch.utils.flop_counter" in sys.modules
+    if reason is None and not (_has_fakes and (_has_flops or not countable)):
         with _lock:
-            if not _described:
+            if not _has_fakes:
                 _register_fakes()
+                _has_fakes = True
+            if countable and not _has_flops:
                 _register_flops()
-                _described = True
+                _has_flops = True
     return reason
 
 
-@torch.compiler.assume_constant_result
+@_extension.constant_when_traced
 def compiled_activations() -> tuple[str, ...]:
     """Names of the activations that the compiled kernels know. Needs `ready()`."""
     return _compiled_activations()
@@ -78,6 +84,8 @@ def _register_fakes() -> None:
 
 
 def _register_flops() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
     def forward(x_shape, w_up_shape, w_down_shape, b_up=None, b_down=None, w_gate_shape=None, *args, out_shape=None,
                 **kwargs) -> int:  # fmt: skip
         rows, (features, d_in), d_out = math.prod(x_shape[:-1]), w_up_shape, w_down_shape[0]
