@@ -4,7 +4,8 @@ A fused layer reads the weights of its children and does their work itself. That
 child is plain: an adapter, a hook, a parametrisation, a quantised or sharded weight or a replaced `forward` does
 something that reading `.weight` misses. All of those may arrive after a layer was built or converted, so the fused
 layers ask these questions at every call, and take their unfused path when the answer is a reason. The checks cost
-microseconds and trace under `torch.compile(fullgraph=True)`, which turns them into guards.
+microseconds and trace under `torch.compile(fullgraph=True)`, which turns them into guards (a hook added after
+compilation is the exception: torch.compile does not see those in stock code either).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def why_not_plain(module: nn.Module, cls: type[nn.Module]) -> str | None:
         return "has forward hooks"
     if module._backward_hooks or module._backward_pre_hooks:
         return "has backward hooks"
-    if getattr(module.forward, "__func__", None) is not cls.forward:
+    # hasattr is always true, but makes torch.compile guard on the attribute as well as on what it saw in the dict.
+    if hasattr(module, "forward") and "forward" in module.__dict__:
         return "has a forward of its own on the instance"
     return None
 

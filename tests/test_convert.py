@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from convert_cases import TwoLinear, assert_same, fused_calls, kept_shapes, randomize, step, twins
+from convert_cases import LowRank, TwoLinear, assert_same, fused_calls, kept_shapes, randomize, step, twins
 from torch import nn
 
 from fused_remat import ops
@@ -473,14 +473,15 @@ def test_compiled_layer_follows_later_changes():
     convert(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(X)
-    for layer in (model, stock):
-        layer.fc1.register_forward_hook(lambda module, args, output: output * 2)
-    torch.testing.assert_close(compiled(X), stock(X), rtol=1e-5, atol=1e-6)
-    model.fc1._forward_hooks.clear()
-    stock.fc1._forward_hooks.clear()
-    for layer in (model, stock):
-        layer.act.approximate = "tanh"
-    torch.testing.assert_close(compiled(X), stock(X), rtol=1e-6, atol=1e-7)
+    for change in (
+        lambda layer: setattr(layer.act, "approximate", "tanh"),
+        lambda layer: setattr(layer, "act", nn.ReLU()),
+        lambda layer: setattr(layer.fc2, "forward", lambda h: F.linear(h, layer.fc2.weight) * 3),
+        lambda layer: setattr(layer, "fc1", randomize(LowRank(layer.fc1), seed=4)),
+    ):
+        change(model)
+        change(stock)
+        torch.testing.assert_close(compiled(X), stock(X), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -491,3 +492,12 @@ def test_export(strict):
     exported = torch.export.export(model, (X,), dynamic_shapes=({0: batch},), strict=strict)
     x = torch.randn(7, 6)
     torch.testing.assert_close(exported.module()(x), stock(x), rtol=1e-5, atol=1e-6)
+    assert ("fused_remat.mlp" in str(exported.graph)) == (ops.ready() is None)
+
+
+def test_symbolic_tracing_sees_the_children():
+    model, stock = twins(randomize(Plain()))
+    convert(model)
+    traced = torch.fx.symbolic_trace(nn.Sequential(model))
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"][:2] == ["0.fc1", "0.act"]
+    torch.testing.assert_close(traced(X), stock(X), rtol=1e-6, atol=1e-7)

@@ -172,6 +172,22 @@ def test_bert_norm_and_dropout_are_called_outside_the_op():
     assert seen == ["dropout", "norm"] and len(calls) == 2
 
 
+def test_bert_like_layers_with_a_scale_of_their_own_are_left_alone():
+    modeling = pytest.importorskip("transformers.models.bert.modeling_bert")
+
+    class ScaledOutput(modeling.BertOutput):
+        def forward(self, hidden_states, input_tensor):
+            hidden_states = self.dropout(self.dense(hidden_states) * self.scale)
+            return self.LayerNorm(hidden_states + input_tensor)
+
+    model = transformer("Bert", **COMMON, **NO_DROPOUT)
+    model.encoder.layer[0].output.__class__ = ScaledOutput
+    model.encoder.layer[0].output.scale = nn.Parameter(torch.ones(()))  # changes nothing until it is trained
+    report = convert(model)
+    assert [entry.name for entry in report.converted] == ["encoder.layer.1"]
+    assert "no attribute 'scale'" in report.skipped[0].reason
+
+
 def test_transformers_gradient_checkpointing_is_untouched():
     model = randomize(transformer("Llama", **LLAMA_LIKE)).train()
     stock = copy.deepcopy(model)

@@ -292,11 +292,12 @@ def test_conversion_runs_and_changes_nothing_of_the_real_layer():
     def forward(s, x):
         ran.append(tuple(s.a.weight.shape))
         s.counter = getattr(s, "counter", 0) + 1
+        s.log.append(x)
         return s.b(s.act(s.a(x)))
 
-    layer = Layer(forward, a=up(), b=down(), act=GELU)
+    layer = Layer(forward, a=up(), b=down(), act=GELU, log=[])
     assert len(convert(layer).converted) == 1
-    assert ran and (10, 6) not in ran and not hasattr(layer, "counter")
+    assert ran and (10, 6) not in ran and not hasattr(layer, "counter") and layer.log == []
 
 
 def test_settings_read_by_the_layer_are_watched():

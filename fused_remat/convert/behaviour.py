@@ -62,9 +62,10 @@ def _unhooked(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _copy(module: nn.Module, training: bool, **changes: Any) -> nn.Module:
-    """A shallow copy whose call is its class's forward, with some of its `__dict__` replaced."""
+    """A copy whose call is its class's forward, with some of its `__dict__` replaced; its containers are its own."""
     copy = object.__new__(_unhooked(type(module)))
-    copy.__dict__.update(module.__dict__ | {"training": training} | changes)
+    own = {name: value.copy() for name, value in vars(module).items() if isinstance(value, (dict, list, set))}
+    copy.__dict__.update(vars(module) | own | {"training": training} | changes)
     return copy
 
 
@@ -220,7 +221,7 @@ def _linear(cls: type[nn.Module], weight: Tensor, bias: Tensor | None, training:
 
 
 def _twin(module: nn.Module, parts: dict[Path, Any], training: bool, path: Path = ()) -> nn.Module:
-    """A copy of `module` with `parts` in their places, without the children that no part is or lies below."""
+    """A copy of `module` with `parts` in their places, and nothing else: no other children, no own tensors."""
     children = {}
     for name, child in module._modules.items():
         below = (*path, name)
@@ -228,7 +229,7 @@ def _twin(module: nn.Module, parts: dict[Path, Any], training: bool, path: Path 
             children[name] = parts[below]
         elif any(part[: len(below)] == below for part in parts):
             children[name] = _twin(child, parts, training, below)
-    return _copy(module, training, _modules=children)
+    return _copy(module, training, _modules=children, _parameters={}, _buffers={})
 
 
 def _expected(layout: Layout, seen: Observation) -> Tensor:
