@@ -22,6 +22,15 @@ MIB = 2**20
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiny tiles on several threads take forever on a machine that is busy otherwise."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def benchmark(tmp_path, capsys):
     """Runs the command line into `tmp_path`; returns status, the CSV by (case, provider, metric), stdout, stderr."""
@@ -177,7 +186,7 @@ def test_fused_remat_keeps_nothing_and_redoes_one_product(benchmark, dtype):
     unavailable = ops.ready()
     if unavailable:
         pytest.skip(f"the compiled extension is not available: {unavailable}")
-    names = (OURS, f"{OURS}-keep-all", f"{OURS}-MF/4")
+    names = (OURS, f"{OURS}-keep-all")
     status, rows, _, _ = benchmark("--shapes", SHAPE, "--dtype", dtype, "--providers", *names)
     assert status == 0
     case = f"plain-{M}x{D}x{F}-gelu-{dtype}"
@@ -186,8 +195,8 @@ def test_fused_remat_keeps_nothing_and_redoes_one_product(benchmark, dtype):
         for metric in ("kept_memory", "products_redone")
     )
     size = DTYPES[dtype].itemsize
-    assert kept == [0.0, M * F * size / MIB, 0.0]
-    assert redone == [1.0, 0.0, 1.0]
+    assert kept == [0.0, M * F * size / MIB]
+    assert redone == [1.0, 0.0]
 
 
 def test_providers_that_cannot_run_say_why(benchmark, monkeypatch):
