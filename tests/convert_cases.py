@@ -80,6 +80,58 @@ def randomize(model: nn.Module, seed: int = 1) -> nn.Module:
     return model
 
 
+class Plain(nn.Module):
+    """timm's child names."""
+
+    def __init__(self, drop: float = 0.0, width: int = 6, hidden: int = 10) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.act = nn.GELU()
+        self.drop1 = nn.Dropout(drop)
+        self.norm = nn.Identity()
+        self.fc2 = nn.Linear(hidden, width)
+        self.drop2 = nn.Dropout(drop)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop2(self.fc2(self.norm(self.drop1(self.act(self.fc1(x))))))
+
+
+class Gated(nn.Module):
+    """Llama's child names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(6, 10, bias=False)
+        self.up_proj = nn.Linear(6, 10, bias=False)
+        self.down_proj = nn.Linear(10, 6, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def sequential() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Dropout(0.0), nn.Linear(10, 6), nn.Dropout(0.0))
+
+
+def net() -> nn.Module:
+    """A residual chain of the three kinds, with names that differ from the classes'."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(6, 6)
+            self.a, self.b, self.c = Plain(), Gated(), sequential()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            for layer in (self.a, self.b, self.c):
+                x = x + layer(x)
+            return x
+
+    return randomize(Net())
+
+
 class LowRank(nn.Module):
     """An adapter of the common kind: `base(x) + up(down(x))`, with a non-zero second matrix."""
 
@@ -111,6 +163,25 @@ class TwoLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.act(self.first(x)))
+
+
+class Layer(nn.Module):
+    """Parts by name and a forward given as a function, to write many layers in a line each."""
+
+    def __init__(self, code, **parts) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        # An own class per layer: conversion reads the class's forward, as in real code.
+        self.__class__ = type("Layer", (Layer,), {"forward": code})
+
+
+def up() -> nn.Linear:
+    return nn.Linear(6, 10)
+
+
+def down() -> nn.Linear:
+    return nn.Linear(10, 6)
 
 
 def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from convert_cases import assert_same, fused_calls, randomize, step
 from torch import nn
 
-from fused_remat.convert import convert
+from fused_remat.convert import convert, revert
 from fused_remat.nn import GatedMLP
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
@@ -79,4 +79,17 @@ def test_fully_shard_fuses_when_the_layer_is_the_unit(mesh, make, whole):
     with fused_calls() as calls:
         actual = step(layer, X)
     assert len(calls) == (1 if whole else 0)
+    assert_same(full(actual), step(stock, X), 1e-5)
+
+
+def test_revert_of_a_sharded_layer_runs_its_own_code(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    layer, stock = sequential(), sequential()
+    convert(layer)
+    fully_shard(layer, mesh=mesh)
+    assert revert(layer) == [""]
+    with fused_calls() as calls:
+        actual = step(layer, X)
+    assert calls == []
     assert_same(full(actual), step(stock, X), 1e-5)

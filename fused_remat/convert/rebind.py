@@ -39,6 +39,9 @@ def _fused_class(original: type[nn.Module], method: str, stock: Callable[..., An
         (x,) = args or kwargs.values()
         return run(self, record, x, lambda: current(self, *args, **kwargs))
 
+    # A code object of its own: torch.compile counts recompilations per code object, and classes are not recompilations.
+    fused.__code__ = fused.__code__.replace(co_name=method)
+
     def extra_repr(self: nn.Module) -> str:
         record = getattr(self, _RECORD, None)
         own = original.extra_repr(self)
