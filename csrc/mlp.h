@@ -61,8 +61,8 @@ at::Tensor mlp_without_grad(const at::Tensor& x, const MlpLayer&, const MlpOptio
 // Level 2. `seed` is int64 [1], or [0] without dropout.
 MlpForward mlp_fwd(
     const at::Tensor& x, const MlpLayer&, const at::Tensor& seed, const MlpOptions&, const MlpKeep&);
-// What `up` and `gate` lack of F columns is rebuilt. dy [..., Do], any strides. A gradient that the mask does not ask
-// for is a 0-element tensor.
+// What `up` and `gate` [M, 0..F] lack of F columns is rebuilt (with 0 columns their rows do not matter). dy [..., Do],
+// any strides. A gradient that the mask does not ask for is a 0-element tensor.
 MlpGradients mlp_bwd(
     const at::Tensor& dy, const at::Tensor& x, const MlpLayer&, const at::Tensor& up, const at::Tensor& gate,
     const at::Tensor& seed, const MlpOptions&, const MlpGradientMask&);

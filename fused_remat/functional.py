@@ -130,7 +130,8 @@ def _check_dtypes(operands: dict[str, Tensor | None]) -> torch.dtype:
     """The compute dtype, once devices and dtypes fit together."""
     x = operands["x"]
     device = x.device.type
-    autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = autocast and x.dtype != torch.float64
     for name, operand in operands.items():
         if operand is None:
             continue

@@ -66,10 +66,13 @@ def _register_fakes() -> None:
 
     def fake_bwd(dy, x, w_up, w_down, b_up, b_down, w_gate, b_gate, up, gate, seed, activation, dropout_p, workspace,
                  compute_dtype, backend, output_mask):  # fmt: skip
-        operands = (x, w_up, w_down, b_up, b_down, w_gate, b_gate)
-        return tuple(
-            torch.empty_like(operand) if wanted else (x if operand is None else operand).new_empty((0,))
-            for operand, wanted in zip(operands, output_mask, strict=True)
+        parameters = (w_up, w_down, b_up, b_down, w_gate, b_gate)
+        return (
+            x.new_empty(x.shape if output_mask[0] else (0,)),
+            *(
+                torch.empty_like(parameter) if wanted else (x if parameter is None else parameter).new_empty((0,))
+                for parameter, wanted in zip(parameters, output_mask[1:], strict=True)
+            ),
         )
 
     def fake_tile(*args) -> None:

@@ -12,6 +12,7 @@
 #include <ATen/ops/sigmoid_backward.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/tanh_backward.h>
 #include <ATen/ops/threshold_backward.h>
@@ -144,6 +145,25 @@ std::array<Tensor, 4> philox_words(const Tensor& seed, const Tensor& counter) {
   return w;
 }
 
+// The 32-bit word of every element of the tile, [rows, features].
+Tensor mask_words(
+    const Tensor& seed, int64_t row0, int64_t rows, int64_t feature0, int64_t features, int64_t hidden_features) {
+  const auto integers = at::TensorOptions().dtype(at::kLong).device(seed.device());
+  const Tensor row_start = at::arange(row0, row0 + rows, integers).mul_(hidden_features).add_(feature0).unsqueeze(1);
+  if (hidden_features % 4 == 0 && feature0 % 4 == 0) {
+    // Every row starts on a counter of its own: a call of the generator serves four elements.
+    const int64_t counters = (features + 3) / 4;
+    const Tensor counter = row_start.__rshift__(2) + at::arange(counters, integers);
+    return at::stack(philox_words(seed, counter), -1).view({rows, 4 * counters}).narrow(1, 0, features);
+  }
+  const Tensor index = row_start + at::arange(features, integers);
+  const auto words = philox_words(seed, index.__rshift__(2));
+  const Tensor lane = index.bitwise_and(3);
+  Tensor word = words[3];
+  for (const int64_t l : {0, 1, 2}) word = at::where(lane == l, words[l], word);
+  return word;
+}
+
 }  // namespace
 
 const Activation& activation(const std::string& name) {
@@ -163,12 +183,7 @@ const Activation& activation(const std::string& name) {
 Tensor dropout_scales(
     const Tensor& seed, double dropout_p, int64_t row0, int64_t rows, int64_t feature0, int64_t features,
     int64_t hidden_features, const at::TensorOptions& options) {
-  const auto integers = at::TensorOptions().dtype(at::kLong).device(options.device());
-  const Tensor index = at::arange(row0, row0 + rows, integers).mul_(hidden_features).unsqueeze(1) +
-      at::arange(feature0, feature0 + features, integers);
-  const auto words = philox_words(seed, index.__rshift__(2));
-  Tensor word = words[3];
-  for (const int64_t lane : {0, 1, 2}) word = at::where(index.bitwise_and(3) == lane, words[lane], word);
+  const Tensor word = mask_words(seed, row0, rows, feature0, features, hidden_features);
   const auto threshold = static_cast<int64_t>(philox::drop_threshold(dropout_p));
   return word.ge(threshold).to(options).mul_(1.0 / (1.0 - dropout_p));
 }

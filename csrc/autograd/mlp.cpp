@@ -90,8 +90,11 @@ variable_list differentiable_gradients(
 variable_list streamed_gradients(
     const Tensor& dy, const Operands& saved, const MlpOptions& options, const MlpGradientMask& wanted) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  const MlpGradients made =
-      calls::mlp_bwd(dy, saved.x, saved.layer, saved.up, saved.gate, saved.seed, options, wanted);
+  const auto or_nothing = [&](const Tensor& residual) {
+    return residual.defined() ? residual : at::empty({0, 0}, saved.x.options().dtype(options.compute_dtype));
+  };
+  const MlpGradients made = calls::mlp_bwd(
+      dy, saved.x, saved.layer, or_nothing(saved.up), or_nothing(saved.gate), saved.seed, options, wanted);
   variable_list gradients(kMlpGradients);
   for (size_t i = 0; i < kMlpGradients; ++i)
     if (wanted[i]) gradients[i] = made[i];
@@ -125,9 +128,10 @@ struct MlpBackward : public torch::autograd::Node {
     for (size_t i = 0; i < kSavedInputs; ++i)
       if (inputs[i]) saved[i] = SavedVariable(*inputs[i], /*is_output=*/false);
   }
-  void save_residuals(const MlpForward& forward) {
-    saved[kSavedInputs] = SavedVariable(forward.up, /*is_output=*/false);
-    saved[kSavedInputs + 1] = SavedVariable(forward.gate, /*is_output=*/false);
+  // Only what is kept: a tensor saved after the compute makes a checkpoint's replay run the compute.
+  void save_residuals(const MlpForward& forward, const MlpKeep& keep) {
+    if (keep.up > 0) saved[kSavedInputs] = SavedVariable(forward.up, /*is_output=*/false);
+    if (keep.gate > 0) saved[kSavedInputs + 1] = SavedVariable(forward.gate, /*is_output=*/false);
   }
 
   variable_list apply(variable_list&& grads) override {
@@ -190,7 +194,9 @@ struct MlpBackward : public torch::autograd::Node {
     std::vector<at::TypePtr> schema(kSaved, at::TensorType::get());
     for (size_t i = kSaved; i < args.vec().size(); ++i) schema.push_back(args.vec()[i].type());
     const auto& compiler = getPyCompilerInterface();
-    const std::string function = compiler->bind_function(swap.get_py_compiler(), name(), packed_gradients, schema);
+    // "Custom" gives every trace a name of its own; "traceable" lets the compiler look inside.
+    const std::string function = compiler->bind_function(
+        swap.get_py_compiler(), name(), packed_gradients, schema, /*is_custom_function=*/true, /*is_traceable=*/true);
     return compiler->call_function(
         swap.get_py_compiler(), "apply_functional", function, grads, args.vec(),
         IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
@@ -245,7 +251,7 @@ Tensor mlp_autograd(const Tensor& x, const MlpLayer& layer, const MlpOptions& op
     const at::AutoDispatchBelowADInplaceOrView guard;
     return calls::mlp_fwd(x, layer, seed, options, keep);
   }();
-  node->save_residuals(forward);
+  node->save_residuals(forward, keep);
   torch::autograd::set_history(forward.y, node);
   return forward.y;
 }

@@ -131,7 +131,10 @@ class BackwardPass {
       if (!wanted_[which]) return at::empty({0}, bias.value_or(x).options());
       return bias->scalar_type() == precision_.accumulate ? sum : at::empty_like(*bias);
     };
-    gradients_[kDx] = like(kDx, x).contiguous();
+    // x may overlap itself or skip memory; its gradient is dense.
+    gradients_[kDx] = !wanted_[kDx] ? at::empty({0}, x.options())
+        : no_tiles                  ? at::zeros(x.sizes(), x.options())
+                                    : at::empty(x.sizes(), x.options());
     gradients_[kDwUp] = like(kDwUp, layer_.w_up);
     gradients_[kDwDown] = like(kDwDown, layer_.w_down);
     gradients_[kDwGate] = like(kDwGate, layer_.w_gate.value_or(layer_.w_up));
@@ -240,6 +243,15 @@ MlpGradients mlp_bwd(
     const Tensor& dy, const Tensor& x, const MlpLayer& layer, const Tensor& up, const Tensor& gate,
     const Tensor& seed, const MlpOptions& options, const MlpGradientMask& wanted) {
   check_mlp(x, layer, seed, options);
+  TORCH_CHECK_VALUE(
+      dy.dim() == x.dim() && dy.sizes().slice(0, dy.dim() - 1) == x.sizes().slice(0, x.dim() - 1) &&
+          dy.size(-1) == layer.w_down.size(0),
+      "mlp_bwd: dy is ", dy.sizes(), ", expected the shape of y, ", x.sizes(), " with ", layer.w_down.size(0), " last");
+  for (const Tensor& residual : {up, gate})
+    TORCH_CHECK_VALUE(
+        residual.dim() == 2 && residual.size(1) <= layer.w_up.size(0) && residual.scalar_type() == options.compute_dtype &&
+            (residual.size(1) == 0 || residual.size(0) == row_count(x)),
+        "mlp_bwd: residuals are [M, 0..F] in the compute dtype, got ", residual.sizes(), " of ", residual.scalar_type());
   const BelowAutocast guard;
   return BackwardPass(dy, x, layer, up, gate, seed, options, wanted).run();
 }

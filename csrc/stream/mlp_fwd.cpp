@@ -119,6 +119,11 @@ class ForwardPass {
 MlpForward mlp_fwd(
     const Tensor& x, const MlpLayer& layer, const Tensor& seed, const MlpOptions& options, const MlpKeep& keep) {
   check_mlp(x, layer, seed, options);
+  const int64_t features = layer.w_up.size(0);
+  TORCH_CHECK_VALUE(keep.up >= 0 && keep.up <= features, "mlp: keep_up must be in 0..F = ", features, ", got ", keep.up);
+  TORCH_CHECK_VALUE(
+      keep.gate >= 0 && keep.gate <= (layer.gated() ? features : 0),
+      "mlp: keep_gate must be in 0..F of a gated layer and 0 otherwise, got ", keep.gate);
   const BelowAutocast guard;
   return ForwardPass(x, layer, seed, options, keep).run(x);
 }

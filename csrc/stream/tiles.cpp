@@ -44,7 +44,8 @@ Tensor packed(const Tensor& tile, const Tensor& flat) {
 
 Tensor residual_tile(const Tensor& residual, int64_t row0, int64_t rows, int64_t feature0, int64_t features) {
   const int64_t kept = std::clamp<int64_t>(residual.size(1) - feature0, 0, features);
-  return residual.narrow(0, row0, rows).narrow(1, kept > 0 ? feature0 : 0, kept);
+  if (kept == 0) return at::empty({rows, 0}, residual.options());
+  return residual.narrow(0, row0, rows).narrow(1, feature0, kept);
 }
 
 WeightTiles::WeightTiles(

@@ -1,0 +1,92 @@
+"""What the tests of the MLP op share: operands, forced tiles, references, and which kernels ran."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile
+
+import fused_remat
+from fused_remat import ops, reference
+
+needs_extension = f"the compiled extension is not available: {ops.ready()}" if ops.ready() else None
+BACKENDS = ("cpp", "aten")
+
+
+def operands(
+    rows: int | Sequence[int],
+    width: int,
+    hidden: int,
+    out: int | None = None,
+    *,
+    gated: bool = False,
+    bias: bool = True,
+    dtype: torch.dtype = torch.float64,
+    requires_grad: bool = True,
+) -> dict[str, Tensor]:
+    """x and parameters by the argument names of `fused_remat.mlp`, scaled so that values stay of order 1."""
+    rows, out = (rows,) if isinstance(rows, int) else tuple(rows), width if out is None else out
+    shapes = {"x": (*rows, width), "w_up": (hidden, width), "w_down": (out, hidden)}
+    if bias:
+        shapes |= {"b_up": (hidden,), "b_down": (out,)}
+    if gated:
+        shapes["w_gate"] = (hidden, width)
+        if bias:
+            shapes["b_gate"] = (hidden,)
+    made = {}
+    for name, shape in shapes.items():
+        scale = shape[-1] ** -0.5 if name.startswith("w_") else 1.0
+        made[name] = (torch.randn(shape, dtype=torch.float64) * scale).to(dtype).requires_grad_(requires_grad)
+    return made
+
+
+def plan(given: dict[str, Tensor], workspace: int, backend: str, *, backward: bool = True, dropout: bool = False):
+    """(axis, rows, features, bytes) of the tiles; axis is "features" or "tokens"."""
+    x, w_up, w_down = given["x"], given["w_up"], given["w_down"]
+    axis, rows, features, nbytes = torch.ops.fused_remat.mlp_plan(
+        x.numel() // x.shape[-1], w_up.shape[1], w_down.shape[0], w_up.shape[0], "w_gate" in given, backward, dropout,
+        x.dtype, w_up.dtype, x.dtype, workspace, backend, "cpu",
+    )  # fmt: skip
+    return ("features" if axis else "tokens"), rows, features, nbytes
+
+
+def workspace_for(given: dict[str, Tensor], width: int, backend: str, *, dropout: bool = False) -> int:
+    """The smallest budget whose backward chunks are `width` tokens or features wide, whichever axis is cut."""
+    for budget in range(1024, 2**20, 8):
+        axis, rows, features, nbytes = plan(given, budget, backend, dropout=dropout)
+        if nbytes <= budget and (features if axis == "features" else rows) == width:
+            return budget
+    raise AssertionError(f"no budget gives chunks of {width}")
+
+
+def run(given: dict[str, Tensor], *, backend: str | None = None, seed: int = 0, **settings) -> Tensor:
+    """`fused_remat.mlp` on a named backend, with torch's generator at `seed`."""
+    torch.manual_seed(seed)
+    if backend is None:
+        return fused_remat.mlp(**given, **settings)
+    with fused_remat.backend(backend):
+        return fused_remat.mlp(**given, **settings)
+
+
+def run_reference(given: dict[str, Tensor], *, seed: int = 0, activation: str = "gelu", dropout_p: float = 0.0):
+    torch.manual_seed(seed)
+    return reference.mlp(**given, activation=activation, dropout_p=dropout_p)
+
+
+def gradients(y: Tensor, given: dict[str, Tensor], dy: Tensor, **settings) -> dict[str, Tensor]:
+    return dict(zip(given, torch.autograd.grad(y, list(given.values()), dy, **settings), strict=True))
+
+
+def kernels_of(call) -> list[str]:
+    """Names of the fused_remat ops that `call()` ran, in order, those inside other ops included."""
+    with profile() as trace:
+        call()
+    return [event.name.removeprefix("fused_remat::") for event in trace.function_events if "fused_remat::" in event.name]
+
+
+def relative_error(actual: Tensor, truth: Tensor) -> float:
+    """Frobenius norm of the difference over that of `truth`, both in float64."""
+    assert torch.equal(actual.isnan(), truth.isnan())
+    return ((actual.double() - truth.double()).norm() / truth.double().norm()).item()
