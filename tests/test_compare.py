@@ -20,6 +20,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+import fused_remat
 from fused_remat import _extension
 from fused_remat.budget import MIB
 from fused_remat.compare.command import MODELS, compare, load_workload
@@ -36,6 +37,7 @@ from fused_remat.measure import Timeline
 
 CPU = torch.device("cpu")
 STEPS = 3
+WORKSPACE_MIB = 1
 NAMES = [STOCK, CHECKPOINT, FUSED]
 
 app = typer.Typer()
@@ -85,7 +87,8 @@ def small(request) -> type[Workload]:
 def report(small, tmp_path_factory) -> tuple[str, Path, str]:
     """(model, output folder, printed text) of one run of the command."""
     folder = tmp_path_factory.mktemp(small.name) / "made" / "on the way"
-    run = CliRunner().invoke(app, ["--model", small.name, "--steps", str(STEPS), "--out", str(folder), "--seed", "5"])
+    options = {"--model": small.name, "--steps": STEPS, "--out": folder, "--seed": 5, "--workspace": WORKSPACE_MIB}
+    run = CliRunner().invoke(app, [str(word) for pair in options.items() for word in pair])
     assert run.exit_code == 0, run.output
     return small.name, folder, run.output
 
@@ -94,7 +97,8 @@ def report(small, tmp_path_factory) -> tuple[str, Path, str]:
 def result_and_progress(small) -> tuple[ModelResult, int]:
     """The same run again, through the Python function, and the units of work that it reported."""
     units = []
-    return compare_model(small(5, CPU), STEPS, lambda text, done: units.append(done)), sum(units)
+    with fused_remat.workspace(WORKSPACE_MIB * MIB):
+        return compare_model(small(5, CPU), STEPS, lambda text, done: units.append(done)), sum(units)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +139,7 @@ def test_compare_summary_csv_and_json_agree(report):
     assert [{key: str(value) for key, value in variant.items()} for variant in found["variants"]] == rows
     numbers = [value for row in rows for key, value in row.items() if key not in ("model", "variant", "metric")]
     assert all(math.isfinite(float(number)) for number in numbers)
+    assert found["workspace_bytes"] == WORKSPACE_MIB * MIB
     assert found["name"] == model and found["path"] in " ".join(output.split())
 
 
@@ -348,6 +353,8 @@ def test_compare_reports_its_progress(result_and_progress):
         (["--steps", ""], ["--steps", "''", "whole number from 1", "for example"]),
         (["--seed", "-1"], ["--seed", "'-1'", "whole number from 0", "for example"]),
         (["--seed", "99999999999"], ["--seed", "'99999999999'", "2147483647", "for example"]),
+        (["--workspace", "0"], ["--workspace", "'0'", "whole number from 1", "for example"]),
+        (["--workspace", "8MiB"], ["--workspace", "'8MiB'", "whole number from 1", "for example"]),
         (["--device", "tpu"], ["--device", "'tpu'", "cpu or cuda", "leave it out"]),
     ],
 )

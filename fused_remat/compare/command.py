@@ -16,7 +16,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+import fused_remat
 from fused_remat import _extension
+from fused_remat.budget import MIB
 
 if TYPE_CHECKING:
     from fused_remat.compare.report import Settings
@@ -38,9 +40,12 @@ MODELS = {
 }
 _BOTH = "both"
 DEFAULT_STEPS = "60"
+# A quarter of the library's default on a CPU: at that one, each MLP of these models would be a single piece.
+DEFAULT_WORKSPACE_MIB = "8"
 _PICTURES = "matplotlib"
 _MOST_STEPS = 10**6
 _LARGEST_SEED = 2**31 - 1
+_LARGEST_WORKSPACE_MIB = 2**20
 
 
 def compare(
@@ -52,6 +57,9 @@ def compare(
     out: Annotated[Path, typer.Option(help="Folder for the report; made if it is not there.", metavar="DIR")] = Path(
         "fused-remat-compare"
     ),
+    workspace: Annotated[
+        str, typer.Option(help="Scratch memory of each fused call, in MiB; small, as the models are.", metavar="MIB")
+    ] = DEFAULT_WORKSPACE_MIB,
     seed: Annotated[str, typer.Option(help="Seed of weights and batches.", metavar="N")] = "0",
 ) -> None:
     """Train real models three ways with the same seeds: as they are, checkpointed, and with fused_remat.
@@ -63,11 +71,13 @@ def compare(
     step_count = _check_whole_number("--steps", steps, 1, _MOST_STEPS)
     where = _check_device(device)
     seed_number = _check_whole_number("--seed", seed, 0, _LARGEST_SEED)
+    workspace_bytes = _check_whole_number("--workspace", workspace, 1, _LARGEST_WORKSPACE_MIB) * MIB
     _check_packages(names)
     folder = _make_folder(out)
     console = Console()
     workloads = [load_workload(name)(seed_number, where) for name in names]
-    results = _run(workloads, step_count, console)
+    with fused_remat.workspace(workspace_bytes):
+        results = _run(workloads, step_count, console)
     _write(results, _settings(names, step_count, where, seed_number), folder, console)
 
 

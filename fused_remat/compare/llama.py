@@ -41,7 +41,7 @@ class SourceLlama(Workload):
 
     name = "llama"
     title = "Llama-architecture decoder (transformers) on the sources of Python's standard library"
-    metric = "validation loss (nats per byte)"
+    metric = "validation loss (nats/byte)"
     learning_rate = 1e-3
     mlp_class = LlamaMLP
     batch_size = 16

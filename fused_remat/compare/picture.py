@@ -58,7 +58,7 @@ def draw(result: ModelResult, theme: Theme = LIGHT) -> bytes:
 def _look(theme: Theme) -> dict[str, dict]:
     """Line style per variant: told apart by width and dashes as well as by colour."""
     return {
-        STOCK: dict(color=theme.stock, linewidth=4.5, alpha=0.65, solid_capstyle="butt"),
+        STOCK: dict(color=theme.stock, linewidth=4.0, alpha=0.65, solid_capstyle="butt"),
         CHECKPOINT: dict(color=theme.checkpoint, linewidth=1.8, linestyle=(0, (4, 2))),
         FUSED: dict(color=theme.fused, linewidth=1.8),
     }
@@ -69,9 +69,9 @@ def _draw_losses(axes: Axes, result: ModelResult, theme: Theme) -> None:
         losses = variant.curve.losses
         marker = "o" if len(losses) < 3 else None
         axes.plot(range(1, len(losses) + 1), losses, label=name, marker=marker, **_look(theme)[name])
-    axes.set_title(
-        f"Training loss ({FUSED} differs from {STOCK} by at most {result.largest_loss_difference(FUSED):.1g})"
-    )
+    largest = result.largest_loss_difference(FUSED)
+    difference = f"differs from {STOCK} by at most {largest:.1g}" if largest else f"equals {STOCK}"
+    axes.set_title(f"Training loss ({FUSED} {difference})")
     axes.set_ylabel("cross entropy (nats)")
     axes.legend(loc="upper right")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from fused_remat.budget import MIB
 from fused_remat.compare.results import ModelResult
 from fused_remat.compare.variants import EXPLANATIONS, FUSED
 
@@ -64,7 +65,7 @@ def notes(result: ModelResult) -> list[str]:
     skipped = [f"Left alone by convert: {reason}." for reason in fused.skipped]
     return [
         f"{result.description}.",
-        f"In the converted MLPs ran: {fused.path}",
+        f"In the converted MLPs ran: {fused.path} Their workspace: {result.workspace_bytes / MIB:g} MiB.",
         *skipped,
         "Bytes come from allocator events of one forward and backward, above parameters, optimizer state and batch. "
         "Kept: alive between forward and backward. The peaks are measured apart from it; the backward peak includes "
@@ -131,6 +132,7 @@ def write_json(results: Sequence[ModelResult], settings: Settings, folder: Path)
                 "description": r.description,
                 "parameters": r.parameters,
                 "mlp_shape": asdict(r.shape),
+                "workspace_bytes": r.workspace_bytes,
                 "seconds": r.seconds,
                 "path": r.variants[FUSED].path,
                 "skipped": r.variants[FUSED].skipped,

@@ -56,7 +56,11 @@ class VariantResult:
 
 @dataclass(frozen=True)
 class ModelResult:
-    """One model trained by every variant. `steps` optimizer steps each; `seconds` is the wall time of it all."""
+    """One model trained by every variant.
+
+    `steps` optimizer steps each; `workspace_bytes` is the scratch budget of each fused call; `seconds` is the wall time
+    of it all.
+    """
 
     name: str
     title: str
@@ -65,6 +69,7 @@ class ModelResult:
     steps: int
     parameters: int
     shape: MlpShape
+    workspace_bytes: int
     seconds: float
     variants: Mapping[str, VariantResult]
 

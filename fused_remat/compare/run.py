@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from fused_remat import budget
 from fused_remat.compare.evidence import describe_path, operators_run
 from fused_remat.compare.results import ModelResult, VariantResult
 from fused_remat.compare.train import deterministic, train
@@ -56,6 +57,7 @@ def compare_model(workload: Workload, steps: int, on_progress: OnProgress) -> Mo
         steps=steps,
         parameters=sum(p.numel() for p in variants[FUSED].model.parameters()),
         shape=workload.shape,
+        workspace_bytes=budget.resolve(None, workload.device.type),
         seconds=time.perf_counter() - start,
         variants=results,
     )
