@@ -31,23 +31,47 @@ def test_settings_read_by_the_layer_are_watched():
     assert len(calls) == 1
 
 
-def test_changed_children_are_noticed():
-    model = randomize(nn.Sequential(up(), nn.GELU(), down()))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model[1], "approximate", "tanh"),
+        lambda model: model.__setitem__(1, nn.ReLU()),
+        lambda model: model.append(nn.Tanh()),
+        lambda model: model.insert(0, nn.Tanh()),
+        lambda model: model.__delitem__(3),
+        lambda model: model.__delitem__(1),
+    ],
+)
+def test_changed_children_are_noticed(change):
+    model = randomize(nn.Sequential(up(), nn.GELU(), down(), nn.Sigmoid()))
+    convert(model)
+    change(model)
+    x = torch.randn(4, 6)
+    expected = x
+    for child in model:
+        expected = child(expected)
+    with fused_calls() as calls:
+        torch.testing.assert_close(model(x), expected, rtol=1e-6, atol=1e-7)
+    assert calls == []
+
+
+def test_slices_of_a_converted_sequential_work():
+    model = nn.Sequential(up(), nn.GELU(), down(), nn.Sigmoid())
     convert(model)
     x = torch.randn(4, 6)
-    for change in (
-        lambda: setattr(model[1], "approximate", "tanh"),
-        lambda: model.__setitem__(1, nn.ReLU()),
-        lambda: model.append(nn.Tanh()),
-        lambda: model.__delitem__(3),
-        lambda: model.__delitem__(1),
-    ):
-        change()
-        expected = x
-        for child in model:
-            expected = child(expected)
-        torch.testing.assert_close(model(x), expected)
-    assert type(model[:1])(up())(x).shape == (4, 10)
+    torch.testing.assert_close(model[2:](model[:2](x)), model(x))
+
+
+def test_hook_on_all_modules_sees_every_child():
+    model, seen = nn.Sequential(up(), nn.GELU(), down()), []
+    convert(model)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(module))
+    try:
+        with fused_calls() as calls:
+            model(torch.randn(4, 6))
+    finally:
+        handle.remove()
+    assert calls == [] and seen == [*model, model]
 
 
 def adapted(linear: nn.Linear) -> nn.Module:
