@@ -1,9 +1,15 @@
 """Rebuild dropped MLP activations inside the backward computation, piece by piece, in a bounded workspace."""
 
+from fused_remat import _extension
 from fused_remat.budget import workspace
+from fused_remat.convert import convert, revert
 from fused_remat.dispatch import backend
+from fused_remat.explanation import explain
 from fused_remat.functional import mlp
+from fused_remat.measure import measure
 from fused_remat.nn import MLP, GatedMLP
 
 __version__ = "0.1.0"
-__all__ = ["MLP", "GatedMLP", "backend", "mlp", "workspace"]
+__all__ = ["MLP", "GatedMLP", "backend", "convert", "explain", "measure", "mlp", "revert", "workspace"]
+
+_extension.load_installed()

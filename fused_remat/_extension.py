@@ -7,6 +7,7 @@ RuntimeWarning per process says so.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -73,6 +74,24 @@ def load() -> str | None:
     return None if _status.loaded else _status.reason
 
 
+def load_installed() -> None:
+    """Load the ahead-of-time library, if one that fits is there: the operators then exist as soon as the package does.
+
+    Never compiles, prints or warns; `load()` says what is the matter where this finds nothing.
+    """
+    global _status
+    with _lock:
+        path, _ = _ahead_of_time()
+        if _status is None and path is not None:
+            with contextlib.suppress(OSError):
+                _status = _load_ahead_of_time(path)
+
+
+def _load_ahead_of_time(path: Path) -> Status:
+    torch.ops.load_library(path)
+    return Status(True, "ahead-of-time", path, None, _build.library_record(path)[0])
+
+
 def _warn(reason: str | None) -> None:
     warnings.warn(
         f"fused_remat runs on its reference path, which is right but saves no memory: {reason}",
@@ -85,11 +104,9 @@ def _find_and_load() -> Status:
     path, rejected = _ahead_of_time()
     if path is not None:
         try:
-            torch.ops.load_library(path)
+            return _load_ahead_of_time(path)
         except OSError as error:
             rejected = f"the installed library {path} cannot be loaded ({error})"
-        else:
-            return Status(True, "ahead-of-time", path, None, _build.library_record(path)[0])
     try:
         path = _first_use(rejected)
     except _build.BuildUnavailable as error:

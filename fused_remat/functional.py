@@ -54,7 +54,7 @@ def mlp(
     operands = {
         "x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down, "w_gate": w_gate, "b_gate": b_gate
     }  # fmt: skip
-    call = _check(operands, activation, dropout_p, keep, workspace)
+    call = describe_mlp(operands, activation, dropout_p, keep, workspace)
     workspace_bytes = budget.resolve(workspace, x.device.type)
     p = float(dropout_p) if training else 0.0
     backend = dispatch.resolve(call)
@@ -76,7 +76,7 @@ def _kept_features(keep: Keep, hidden_features: int, *, gated: bool) -> tuple[in
     return (hidden_features if "up" in keep else 0), (hidden_features if "gate" in keep else 0)
 
 
-def _check(
+def describe_mlp(
     operands: dict[str, Tensor | None], activation: str, dropout_p: float, keep: Keep, workspace: int | None
 ) -> dispatch.Call:
     """Refuse what cannot be meant, before anything is computed, and describe the rest to the dispatcher."""

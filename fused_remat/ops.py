@@ -87,7 +87,8 @@ def _register_fakes() -> None:
 
 
 def _register_flops() -> None:
-    from torch.utils.flop_counter import register_flop_formula
+    from torch.utils import flop_counter
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     def forward(x_shape, w_up_shape, w_down_shape, b_up=None, b_down=None, w_gate_shape=None, *args, out_shape=None,
                 **kwargs) -> int:  # fmt: skip
@@ -108,5 +109,11 @@ def _register_flops() -> None:
         return 2 * rows * (products_in * d_in + products_out * d_out)
 
     packets = torch.ops.fused_remat
-    register_flop_formula([packets.mlp, packets.mlp_fwd])(forward)
-    register_flop_formula(packets.mlp_bwd)(backward)
+    formulas = {packets.mlp: forward, packets.mlp_fwd: forward, packets.mlp_bwd: backward}
+    for packet, formula in formulas.items():
+        flop_counter.register_flop_formula(packet)(formula)
+    # A counter copies the registry when it is made, so one that is counting already has to be told.
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, flop_counter._FlopCounterMode):
+            for packet in formulas:
+                mode.counter.flop_registry[packet] = flop_counter.flop_registry[packet]
