@@ -100,4 +100,6 @@ MLP = Operation(
         "quack": peers.quack_mlp,
     },
     slow_providers=frozenset({_COMPILE, _COMPILE_BUDGET}),
+    # Its CPU code adds up a bias gradient row by row where eager adds in a tree: 20 times eager's error at 8192 rows.
+    error_limits={_COMPILE: 100.0, _COMPILE_BUDGET: 100.0},
 )

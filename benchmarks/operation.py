@@ -54,6 +54,7 @@ class Operation:
         truth: case, leaves of any dtype -> the output, plainly computed.
         providers: name -> (case, leaves -> forward function over these leaves); raises NotRun.
         slow_providers: names that `--quick` leaves out.
+        error_limits: name -> error allowed in units of eager's, where that is not `parity.DEFAULT_LIMIT`.
     """
 
     name: str
@@ -64,4 +65,5 @@ class Operation:
     leaves: Callable[[Any, torch.device], Leaves]
     truth: Callable[[Any, Leaves], Tensor]
     providers: Mapping[str, Callable[[Any, Leaves], Forward]]
-    slow_providers: frozenset[str] = field(default=frozenset())
+    slow_providers: frozenset[str] = frozenset()
+    error_limits: Mapping[str, float] = field(default_factory=dict)

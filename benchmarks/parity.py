@@ -1,4 +1,4 @@
-"""The gate: no number of a provider is printed unless its output and all gradients are right."""
+"""The gate: no number is printed unless every provider's output and gradients are right."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from benchmarks.operation import EAGER, Forward, Leaves
 
-# Allowed: twice eager's own error, plus this part of a unit in the last place of the largest true value.
-_FACTOR = 2.0
-_FLOOR_ULPS = 0.125
+# Errors count in units of eager's own, which is taken to be at least this part of a unit in the last place of the
+# tensor's largest true value.
+_LEAST_ULPS = 1 / 16
+DEFAULT_LIMIT = 2.0
 
 # Largest absolute error by tensor ("output", "dx", "dw_up", ...); NaN where a result has one.
 Errors = Mapping[str, float]
@@ -20,15 +21,15 @@ Errors = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Failure:
-    """A tensor of a provider that is further from the truth than allowed."""
+    """A tensor of a provider that is further from the truth than allowed, in units of eager's error."""
 
     provider: str
     tensor: str
     error: float
-    allowed: float
+    limit: float
 
     def __str__(self) -> str:
-        return f"{self.provider}: {self.tensor} is off by {self.error:.3g}, allowed {self.allowed:.3g}"
+        return f"{self.provider}: the error of {self.tensor} is {self.error:.3g} x eager's, allowed {self.limit:g} x"
 
 
 class Gate:
@@ -49,15 +50,20 @@ class Gate:
         results = _results(forward(), self._dout, self._leaves)
         return {name: (results[name].double() - true).abs().max().item() for name, true in self._truth.items()}
 
-    def failures(self, errors: Mapping[str, Errors]) -> list[Failure]:
-        """The tensors, by provider, whose error is above twice eager's plus the floor."""
-        allowed = {name: _FACTOR * errors[EAGER][name] + _FLOOR_ULPS * ulp for name, ulp in self._ulps.items()}
-        return [
-            Failure(provider, name, own[name], most)
-            for provider, own in errors.items()
-            for name, most in allowed.items()
-            if not own[name] <= most
-        ]
+    def relative(self, errors: Mapping[str, Errors]) -> dict[str, Errors]:
+        """The errors of each provider, eager among them, in units of eager's."""
+        units = {name: max(errors[EAGER][name], _LEAST_ULPS * ulp) for name, ulp in self._ulps.items()}
+        return {provider: {name: own[name] / unit for name, unit in units.items()} for provider, own in errors.items()}
+
+
+def failures(relative: Mapping[str, Errors], limits: Mapping[str, float]) -> list[Failure]:
+    """What is above its provider's limit (`DEFAULT_LIMIT` unless `limits` names another), or NaN."""
+    return [
+        Failure(provider, name, error, limits.get(provider, DEFAULT_LIMIT))
+        for provider, own in relative.items()
+        for name, error in own.items()
+        if not error <= limits.get(provider, DEFAULT_LIMIT)
+    ]
 
 
 def _results(output: Tensor, dout: Tensor, leaves: Leaves) -> dict[str, Tensor]:

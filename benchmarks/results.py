@@ -30,12 +30,16 @@ _Metric = tuple[str, str, tuple]
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case: its providers' measurements and times by name (eager first), and why the others did not run."""
+    """One case: measurements, times and errors of its providers by name (eager first), and why the others did not run.
+
+    `errors`: the largest error against float64 among output and gradients, in units of eager's error of that tensor.
+    """
 
     operation: str
     case: Any
     memory: Mapping[str, Measurement]
     times: Mapping[str, Timing]
+    errors: Mapping[str, float]
     not_run: Mapping[str, str]
 
     def ratio(self, provider: str, baseline: str) -> Spread | None:
@@ -108,6 +112,7 @@ def _metrics(result: CaseResult, provider: str) -> Iterator[_Metric]:
         ("products", "of the layer"): result.products(provider),
         ("products_redone", "of the layer"): result.redone(provider),
         ("gemm_calls", "count"): memory.gemms,
+        ("error_to_eager", "ratio"): result.errors[provider],
     }
     for (name, unit), value in counted.items():
         yield name, unit, (value, "", "")

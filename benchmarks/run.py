@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from benchmarks.cases import DTYPES
 from benchmarks.mlp import MLP
 from benchmarks.operation import EAGER, Case, Forward, Leaves, NotRun, Operation
-from benchmarks.parity import Failure, Gate
+from benchmarks.parity import Failure, Gate, failures
 from benchmarks.results import CaseResult, environment, rows, write_csv
 from benchmarks.table import print_results
 from fused_remat.activations import ACTIVATIONS
@@ -29,12 +29,13 @@ OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in (
 
 @dataclass(frozen=True)
 class _Entry:
-    """A case with its inputs, the providers that run here, and why the others do not."""
+    """A case with its inputs, the providers that run here with their largest errors, and why the others do not."""
 
     case: Case
     leaves: Leaves
-    forwards: dict[str, Forward]
-    not_run: dict[str, str]
+    forwards: dict[str, Forward] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     entries = [_prepare(operation, case, device, names) for case in cases]
-    failures = [(entry, failure) for entry in entries for failure in _failures(operation, entry)]
-    for entry, failure in failures:
-        print(f"parity failed: {entry.case.name}: {failure}", file=sys.stderr)
-    if failures:
+    wrong = [f"{entry.case.name}: {failure}" for entry in entries for failure in _failures(operation, entry)]
+    for line in wrong:
+        print(f"parity failed: {line}", file=sys.stderr)
+    if wrong:
         print("no numbers are shown, since some of them would be of a wrong result", file=sys.stderr)
         return 1
     results = [_measure(operation, entry, rounds) for entry in entries]
@@ -133,7 +134,7 @@ def _folder(options: argparse.Namespace, device: torch.device) -> Path:
 
 def _prepare(operation: Operation, case: Case, device: torch.device, names: Sequence[str]) -> _Entry:
     _say(f"{case.name}: preparing {len(names)} providers")
-    entry = _Entry(case, operation.leaves(case, device), {}, {})
+    entry = _Entry(case, operation.leaves(case, device))
     for name in names:
         try:
             entry.forwards[name] = operation.providers[name](case, entry.leaves)
@@ -143,7 +144,7 @@ def _prepare(operation: Operation, case: Case, device: torch.device, names: Sequ
 
 
 def _failures(operation: Operation, entry: _Entry) -> list[Failure]:
-    """What does not pass the gate. A provider that runs out of the device's memory moves to `not_run`."""
+    """What does not pass the gate. Fills in the errors; who runs out of the device's memory moves to `not_run`."""
     _say(f"{entry.case.name}: comparing with float64")
     gate = Gate(lambda leaves: operation.truth(entry.case, leaves), entry.leaves)
     errors = {}
@@ -153,7 +154,9 @@ def _failures(operation: Operation, entry: _Entry) -> list[Failure]:
         except torch.OutOfMemoryError:
             del entry.forwards[name]
             entry.not_run[name] = "out of memory"
-    return gate.failures(errors)
+    relative = gate.relative(errors)
+    entry.errors.update({name: max(own.values()) for name, own in relative.items()})
+    return failures(relative, operation.error_limits)
 
 
 def _measure(operation: Operation, entry: _Entry, rounds: int) -> CaseResult:
@@ -161,7 +164,7 @@ def _measure(operation: Operation, entry: _Entry, rounds: int) -> CaseResult:
     memory = {name: measure(forward, repeats=0) for name, forward in entry.forwards.items()}
     _say(f"{entry.case.name}: timing {rounds} rounds")
     times = compare_time(entry.forwards, rounds=rounds)
-    return CaseResult(operation.name, entry.case, memory, times, entry.not_run)
+    return CaseResult(operation.name, entry.case, memory, times, entry.errors, entry.not_run)
 
 
 def _write(results: Sequence[CaseResult], folder: Path, device: torch.device) -> None:

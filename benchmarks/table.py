@@ -18,13 +18,14 @@ _HEADERS = (
     ("back-", "ward"),
     ("pro-", "ducts"),
     ("re-", "done"),
+    ("error", "x eager"),
 )
 _WIDEST = 1000
 _NOTE = """\
 time: median of forward + backward; x: median of the ratios within each round, with its spread.
 kept: alive between forward and backward. Peaks (MiB): forward above the output; backward above output and gradients,
-the kept part included. products: matrix products in units of one of the layer; redone: beyond eager's.
-Bytes and products are counted apart from time."""
+the kept part included. products: matrix products in units of one of the layer; redone: beyond eager's. error: the
+largest against float64, of output and gradients. Bytes, products and errors are taken apart from time."""
 
 
 def print_results(results: Sequence[CaseResult]) -> None:
@@ -87,6 +88,7 @@ def _cells(result: CaseResult) -> list[list[str]]:
                 *(f"{mib(nbytes):.2f}" for nbytes in (memory.kept_bytes, *peaks)),
                 f"{result.products(provider):.4g}",
                 f"{result.redone(provider):.4g}",
+                f"{result.errors[provider]:.2g}",
             ]
         )
     return lines

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import sys
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from benchmarks import cases, mlp, run, table
 from benchmarks.cases import DTYPES, MLP_CASES, OURS, MLPCase, parse_mlp
 from benchmarks.operation import CHECKPOINT, EAGER, NotRun
-from benchmarks.parity import Gate
+from benchmarks.parity import DEFAULT_LIMIT, Gate, failures
 from benchmarks.results import CaseResult
 from fused_remat import ops, reference
 from fused_remat.measure import Measurement, Timing
@@ -96,7 +97,7 @@ def test_gate_lets_the_right_ones_pass(dtype, gated):
     names = [EAGER, CHECKPOINT, "checkpoint-reentrant", OURS, f"{OURS}-keep-all", f"{OURS}-keep-0.25", f"{OURS}-MF/4"]
     errors = {name: gate.errors(mlp.MLP.providers[name](case, leaves)) for name in names}
     assert set(errors[EAGER]) == {"output", *(f"d{name}" for name in leaves)}
-    assert gate.failures(errors) == []
+    assert failures(gate.relative(errors), {}) == []
     assert all(leaf.grad is None for leaf in leaves.values())
 
 
@@ -109,10 +110,12 @@ def test_gate_refuses_a_gradient_that_is_off_by_a_little():
         scaled["w_up"].register_hook(lambda gradient: gradient * (1 + 1e-5))
         return mlp._plain(case, scaled)
 
-    failures = gate.failures({EAGER: gate.errors(mlp._eager(case, leaves)), "wrong": gate.errors(wrong)})
-    assert [(failure.provider, failure.tensor) for failure in failures] == [("wrong", "dw_up")]
-    assert failures[0].error > failures[0].allowed > 0
-    assert str(failures[0]).startswith("wrong: dw_up is off by ")
+    relative = gate.relative({EAGER: gate.errors(mlp._eager(case, leaves)), "wrong": gate.errors(wrong)})
+    (failure,) = failures(relative, {})
+    assert (failure.provider, failure.tensor, failure.limit) == ("wrong", "dw_up", DEFAULT_LIMIT)
+    assert failure.error > DEFAULT_LIMIT
+    assert str(failure).startswith("wrong: the error of dw_up is ")
+    assert failures(relative, {"wrong": 1.01 * failure.error}) == []
 
 
 def test_gate_refuses_nan():
@@ -122,15 +125,18 @@ def test_gate_refuses_nan():
         EAGER: gate.errors(mlp._eager(case, leaves)),
         "nan": gate.errors(lambda: mlp._plain(case, leaves) * 0 / 0),
     }
-    assert {failure.tensor for failure in gate.failures(errors)} == {"output", *(f"d{name}" for name in leaves)}
+    found = failures(gate.relative(errors), {"nan": math.inf})
+    assert {failure.tensor for failure in found} == {"output", *(f"d{name}" for name in leaves)}
 
 
-@pytest.mark.parametrize("factor, passes", [(1.9, True), (3.0, False)])
+@pytest.mark.parametrize("factor, passes", [(1.99, True), (2.01, False)])
 def test_gate_allows_twice_the_error_of_eager(factor, passes):
     gate, leaves = gate_of(MLPCase(M, D, F, dtype=torch.bfloat16))
     eager = gate.errors(mlp._eager(MLPCase(M, D, F, dtype=torch.bfloat16), leaves))
     other = {name: factor * error for name, error in eager.items()}
-    assert (gate.failures({EAGER: eager, "other": other}) == []) is passes
+    relative = gate.relative({EAGER: eager, "other": other})
+    assert max(relative["other"].values()) == pytest.approx(factor)
+    assert (failures(relative, {}) == []) is passes
 
 
 def test_a_wrong_provider_stops_the_run_before_any_number(benchmark, monkeypatch, tmp_path):
@@ -140,7 +146,7 @@ def test_a_wrong_provider_stops_the_run_before_any_number(benchmark, monkeypatch
     with_providers(monkeypatch, wrong=wrong)
     status, rows, out, err = benchmark("--shapes", SHAPE)
     assert (status, rows, out) == (1, {}, "")
-    assert f"parity failed: plain-{M}x{D}x{F}-gelu-fp32: wrong: output is off by " in err
+    assert f"parity failed: plain-{M}x{D}x{F}-gelu-fp32: wrong: the error of output is " in err
     assert "no numbers are shown" in err
     assert list(tmp_path.iterdir()) == []
 
@@ -162,7 +168,7 @@ def test_table_csv_and_picture(benchmark, tmp_path):
     assert value(plain, EAGER, "kept_memory") == 2 * M * F * 4 / MIB
     assert value(gated, EAGER, "kept_memory") == 4 * M * F * 4 / MIB
     assert value(plain, EAGER, "backward_peak_above_gradients") == 3 * M * F * 4 / MIB
-    assert value(plain, EAGER, "speed_to_eager") == 1.0
+    assert value(plain, EAGER, "speed_to_eager") == value(plain, EAGER, "error_to_eager") == 1.0
     for case, products in ((plain, (6, 7, 8)), (gated, (9, 11, 12))):
         providers = (EAGER, CHECKPOINT, "checkpoint-reentrant")
         assert tuple(value(case, name, "products") for name in providers) == products
@@ -277,7 +283,7 @@ def test_bad_arguments(arguments, message, capsys):
 def result_of(case: MLPCase) -> CaseResult:
     measured = Measurement("cpu", *[12345678] * 7, 6, 6 * case.gemm_flop, *[12345678] * 3, 0, 0)
     times = {EAGER: Timing((1.0, 2.0)), CHECKPOINT: Timing((1.5, 3.0)), OURS: Timing((0.5, 1.0))}
-    return CaseResult("mlp", case, dict.fromkeys(times, measured), times, {})
+    return CaseResult("mlp", case, dict.fromkeys(times, measured), times, dict.fromkeys(times, 1.5), {})
 
 
 @pytest.mark.parametrize("rich, columns", [(True, 200), (True, 80), (False, 80)])
