@@ -46,6 +46,7 @@ FUSED_REMAT_PHILOX_FN void words(uint64_t seed, uint64_t first, uint32_t (&out)[
 }
 
 // An element is dropped iff its 32-bit word is below this. p is in [0, 1), so the product fits 33 bits.
-inline uint64_t drop_threshold(double p) { return static_cast<uint64_t>(std::floor(p * 4294967296.0 + 0.5)); }
+// Halves round to even, as Python's round does.
+inline uint64_t drop_threshold(double p) { return static_cast<uint64_t>(std::nearbyint(p * 4294967296.0)); }
 
 }  // namespace fused_remat::philox

@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+
+from fused_remat._override import Override
 
 MIB = 2**20
 DEFAULT_BYTES = {"cuda": 256 * MIB, "cpu": 32 * MIB}
 
 _ENVIRONMENT_VARIABLE = "FUSED_REMAT_WORKSPACE"
 _from_environment = os.environ.get(_ENVIRONMENT_VARIABLE)
-_in_context: ContextVar[int | None] = ContextVar("fused_remat.workspace", default=None)
+_in_context = Override()
 
 
 def check_bytes(name: str, value: object) -> int:
@@ -32,9 +33,8 @@ def resolve(workspace: int | None, device_type: str) -> int:
     """The budget in bytes of a call on a device of that type ("cpu", "cuda", ...)."""
     if workspace is not None:
         return check_bytes("workspace", workspace)
-    in_context = _in_context.get()
-    if in_context is not None:
-        return in_context
+    if _in_context.value is not None:
+        return _in_context.value
     if _from_environment is not None:
         if not _from_environment.isdecimal():
             raise ValueError(f"{_ENVIRONMENT_VARIABLE} must be a number of bytes, got {_from_environment!r}")
@@ -53,8 +53,5 @@ def workspace(bytes: int) -> Iterator[None]:
         TypeError: `bytes` is not an int.
         ValueError: `bytes` is below 1.
     """
-    token = _in_context.set(check_bytes("bytes", bytes))
-    try:
+    with _in_context.during(check_bytes("bytes", bytes)):
         yield
-    finally:
-        _in_context.reset(token)

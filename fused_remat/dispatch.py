@@ -10,16 +10,16 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 
 from fused_remat import ops
+from fused_remat._override import Override
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-_named: ContextVar[str | None] = ContextVar("fused_remat.backend", default=None)
+_named = Override()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def resolve(call: Call) -> str:
     Raises:
         RuntimeError: a backend was named and cannot run this call; the message lists its reasons.
     """
-    named = _named.get()
+    named = _named.value
     if named is None:
         return next(name for name, reasons in BACKENDS.items() if not reasons(call))
     reasons = BACKENDS[named](call)
@@ -106,8 +106,5 @@ def backend(name: str) -> Iterator[None]:
     `name`: "triton", "cuda", "cpp", "aten" (composed from ATen, any device) or "reference" (plain torch, saves no
     memory). Raises ValueError for another name.
     """
-    token = _named.set(_check_name(name))
-    try:
+    with _named.during(_check_name(name)):
         yield
-    finally:
-        _named.reset(token)

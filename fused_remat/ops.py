@@ -12,6 +12,7 @@ import threading
 from functools import cache
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from fused_remat import _extension
 
@@ -47,7 +48,9 @@ def compiled_activations() -> tuple[str, ...]:
 
 @cache
 def _compiled_activations() -> tuple[str, ...]:
-    return tuple(torch.ops.fused_remat.activations())
+    # Outside of every mode: a tracer would record the question and answer with a stand-in.
+    with _disable_current_modes():
+        return tuple(torch.ops.fused_remat.activations())
 
 
 def _register_fakes() -> None:
@@ -88,7 +91,6 @@ def _register_fakes() -> None:
 
 def _register_flops() -> None:
     from torch.utils import flop_counter
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     def forward(x_shape, w_up_shape, w_down_shape, b_up=None, b_down=None, w_gate_shape=None, *args, out_shape=None,
                 **kwargs) -> int:  # fmt: skip

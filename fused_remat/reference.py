@@ -9,8 +9,6 @@ Dims: `M` token rows, `D` model width, `F` hidden width.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
