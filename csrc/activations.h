@@ -1,7 +1,9 @@
-// The activations: value and slope of each, written once for scalars (CPU, CUDA) and for at::vec vectors.
+// The activations: value and slope of each, written once for scalars (CPU, CUDA) and for at::vec
+// vectors.
 //
-// To add one: a struct here, its row in FUSED_REMAT_ACTIVATIONS, its ATen row in aten/activations.cpp and its name in
-// fused_remat/activations.py. Sources of the formulas: docs/math.md, section "Activations".
+// To add one: a struct here, its row in FUSED_REMAT_ACTIVATIONS, its ATen row in
+// aten/activations.cpp and its name in fused_remat/activations.py. Sources of the formulas:
+// docs/math.md, section "Activations".
 #pragma once
 
 #include <cmath>

@@ -1,7 +1,9 @@
-// The MLP ops of all levels, with their arguments grouped. Schemas and registration: library.cpp. Maths: docs/math.md.
+// The MLP ops of all levels, with their arguments grouped. Schemas and registration: library.cpp.
+// Maths: docs/math.md.
 //
-// Dims: M token rows, D input width, Do output width, F hidden width. Weights as nn.Linear stores them, [out, in].
-// plain: hidden = act(up);  gated: hidden = act(gate) * up;  then dropout on hidden;  y = hidden w_down^T + b_down.
+// Dims: M token rows, D input width, Do output width, F hidden width. Weights as nn.Linear stores
+// them, [out, in]. plain: hidden = act(up);  gated: hidden = act(gate) * up;  then dropout on
+// hidden;  y = hidden w_down^T + b_down.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -47,7 +49,8 @@ enum MlpGradient { kDx, kDwUp, kDwDown, kDbUp, kDbDown, kDwGate, kDbGate, kMlpGr
 using MlpGradients = std::array<at::Tensor, kMlpGradients>;
 using MlpGradientMask = std::array<bool, kMlpGradients>;
 
-// What forward returns; `up` [M, keep.up] and `gate` [M, keep.gate] are the residuals. All in compute_dtype.
+// What forward returns; `up` [M, keep.up] and `gate` [M, keep.gate] are the residuals. All in
+// compute_dtype.
 struct MlpForward {
   at::Tensor y;  // [..., Do]
   at::Tensor up;
@@ -56,18 +59,22 @@ struct MlpForward {
 
 // Level 1. x [..., D], any strides.
 at::Tensor mlp_autograd(const at::Tensor& x, const MlpLayer&, const MlpOptions&, const MlpKeep&);
-at::Tensor mlp_without_grad(const at::Tensor& x, const MlpLayer&, const MlpOptions&, const MlpKeep&);
+at::Tensor mlp_without_grad(
+    const at::Tensor& x, const MlpLayer&, const MlpOptions&, const MlpKeep&);
 
 // Level 2. `seed` is int64 [1], or [0] without dropout.
 MlpForward mlp_fwd(
-    const at::Tensor& x, const MlpLayer&, const at::Tensor& seed, const MlpOptions&, const MlpKeep&);
-// What `up` and `gate` [M, 0..F] lack of F columns is rebuilt (with 0 columns their rows do not matter). dy [..., Do],
-// any strides. A gradient that the mask does not ask for is a 0-element tensor.
+    const at::Tensor& x, const MlpLayer&, const at::Tensor& seed, const MlpOptions&,
+    const MlpKeep&);
+// What `up` and `gate` [M, 0..F] lack of F columns is rebuilt (with 0 columns their rows do not
+// matter). dy [..., Do], any strides. A gradient that the mask does not ask for is a 0-element
+// tensor.
 MlpGradients mlp_bwd(
-    const at::Tensor& dy, const at::Tensor& x, const MlpLayer&, const at::Tensor& up, const at::Tensor& gate,
-    const at::Tensor& seed, const MlpOptions&, const MlpGradientMask&);
+    const at::Tensor& dy, const at::Tensor& x, const MlpLayer&, const at::Tensor& up,
+    const at::Tensor& gate, const at::Tensor& seed, const MlpOptions&, const MlpGradientMask&);
 
-// Level 3 works on one [rows, features] tile, cut out of the whole [M, hidden_features] at (row0, feature0).
+// Level 3 works on one [rows, features] tile, cut out of the whole [M, hidden_features] at (row0,
+// feature0).
 struct MlpTile {
   at::Tensor seed;
   std::string activation;
@@ -89,12 +96,12 @@ struct MlpResiduals {
   at::Tensor gate;
 };
 
-// x [rows, D] and the weights of the tile's features -> buffers.hidden, residuals (written). Gated: overwrites
-// buffers.scratch.
+// x [rows, D] and the weights of the tile's features -> buffers.hidden, residuals (written). Gated:
+// overwrites buffers.scratch.
 using MlpForwardChunk = void(
     const at::Tensor& x, const MlpLayer&, const MlpTile&, const MlpResiduals&, const MlpBuffers&);
-// x [rows, D], dy [rows, Do], residuals (read) -> buffers.hidden, dup, dgate; db_up and db_gate [features] are added to
-// (fp32, or fp64 for fp64; 0-element = not wanted).
+// x [rows, D], dy [rows, Do], residuals (read) -> buffers.hidden, dup, dgate; db_up and db_gate
+// [features] are added to (fp32, or fp64 for fp64; 0-element = not wanted).
 using MlpBackwardChunk = void(
     const at::Tensor& x, const at::Tensor& dy, const MlpLayer&, const MlpTile&, const MlpResiduals&,
     const MlpBuffers&, const at::Tensor& db_up, const at::Tensor& db_gate);

@@ -9,7 +9,10 @@ from typing import Any
 
 
 class Override(threading.local):
-    """`value` is None outside of every `during`. (Not a ContextVar: torch.compile traces those from torch 2.14 on only.)"""
+    """`value` is None outside of every `during`.
+
+    Not a ContextVar: torch.compile traces those from torch 2.14 on only.
+    """
 
     value: Any = None
 

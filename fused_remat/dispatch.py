@@ -24,7 +24,7 @@ _named = Override()
 
 @dataclass(frozen=True)
 class Call:
-    """What the choice depends on. `reference_only` is the reason why just the reference path can run, if there is one."""
+    """What the choice depends on. `reference_only` is the reason why the reference path alone can run, if any."""
 
     op: str
     device: str  # type of the device: "cpu", "cuda", ...

@@ -48,7 +48,7 @@ def philox_words(seed: Tensor, counter: Tensor) -> tuple[Tensor, Tensor, Tensor,
 
 
 def dropout_mask(seed: Tensor, p: float, rows: int, features: int) -> Tensor:
-    """Bool [rows, features], True = kept. Element (row, feature) depends on `seed` and `row * features + feature` alone."""
+    """Bool [rows, features], True = kept; element (row, feature) by `seed` and `row * features + feature` alone."""
     index = torch.arange(rows * features, dtype=torch.int64, device=seed.device)
     lanes = torch.stack(philox_words(seed, index >> 2), dim=-1)
     word = lanes.gather(-1, (index & 3).unsqueeze(-1)).squeeze(-1)
@@ -68,7 +68,7 @@ def mlp(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,  # int64 [1]; drawn here when dropout is on and none is given
 ) -> Tensor:
-    """`y = dropout(act(x w_up^T + b_up)) w_down^T + b_down`, or gated: `hidden = act(gate) * up`. Returns [..., D_out]."""
+    """`dropout(act(x w_up^T + b_up)) w_down^T + b_down`, or gated: `hidden = act(gate) * up`. Returns [..., D_out]."""
     act = ACTIVATIONS[activation]
     up = F.linear(x, w_up, b_up)
     hidden = act(up) if w_gate is None else act(F.linear(x, w_gate, b_gate)) * up

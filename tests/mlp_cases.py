@@ -83,7 +83,9 @@ def kernels_of(call) -> list[str]:
     """Names of the fused_remat ops that `call()` ran, in order, those inside other ops included."""
     with profile() as trace:
         call()
-    return [event.name.removeprefix("fused_remat::") for event in trace.function_events if "fused_remat::" in event.name]
+    return [
+        event.name.removeprefix("fused_remat::") for event in trace.function_events if "fused_remat::" in event.name
+    ]
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:

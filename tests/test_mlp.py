@@ -22,15 +22,17 @@ GATED = pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 BACKEND = pytest.mark.parametrize("backend", cases.BACKENDS)
 
 
-def assert_same(ours, truth, tolerance):
+def assert_same(ours, truth, tolerance, label=""):
     for name in truth:
-        torch.testing.assert_close(ours[name], truth[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name], truth[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{label} {n}: {m}"
+        )
 
 
 @settings(deadline=None, max_examples=60)
 @hypothesis_given(data=st.data())
 def test_any_shape_agrees_with_the_reference(data):
-    draw = lambda *choices: data.draw(st.sampled_from(choices))  # noqa: E731
+    draw = lambda *choices: data.draw(st.sampled_from(choices))
     rows, width, hidden, out = (data.draw(st.integers(low, 40)) for low in (0, 1, 1, 1))
     gated, bias, backend = draw(False, True), draw(False, True), draw(*cases.BACKENDS)
     keep = draw((), ("up",), data.draw(st.floats(0, 1)))
@@ -153,10 +155,7 @@ def test_strides_of_x_and_of_the_incoming_gradient(backend, gated):
         for dy_layout, dy in _layouts((3, 11, 4)):
             ours = cases.gradients(y, given, dy, retain_graph=True)
             truth = cases.gradients(truth_y, given, dy.contiguous(), retain_graph=True)
-            for name in truth:
-                torch.testing.assert_close(
-                    ours[name], truth[name], rtol=1e-10, atol=1e-10, msg=lambda m: f"{x_layout}/{dy_layout}/{name}: {m}"
-                )
+            assert_same(ours, truth, 1e-10, f"{x_layout}/{dy_layout}")
 
 
 @BACKEND
@@ -166,7 +165,10 @@ def test_transposed_and_strided_weights(backend):
     dy = torch.randn(5, 6, dtype=torch.float64)
     truth = cases.gradients(truth_y, given, dy)
     for layout in (lambda w: w.t().contiguous().t(), lambda w: torch.cat([w, w], 1)[:, : w.shape[1]]):
-        laid = {n: (layout(v.detach()) if v.dim() == 2 and n != "x" else v.detach()).requires_grad_() for n, v in given.items()}
+        laid = {
+            n: (layout(v.detach()) if v.dim() == 2 and n != "x" else v.detach()).requires_grad_()
+            for n, v in given.items()
+        }
         y = cases.run(laid, backend=backend, workspace=2000)
         torch.testing.assert_close(y, truth_y, rtol=1e-12, atol=1e-12)
         assert_same(cases.gradients(y, laid, dy), truth, 1e-12)
@@ -238,7 +240,10 @@ def test_very_large_pre_activations(activation, dtype, hidden):
 @BACKEND
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_nan_and_inf_positions_match_stock(activation, backend):
-    given = {"x": torch.tensor([[float("nan")], [float("inf")], [-float("inf")], [0.0], [1.0]]), "w_up": torch.ones(9, 1)}
+    given = {
+        "x": torch.tensor([[float("nan")], [float("inf")], [-float("inf")], [0.0], [1.0]]),
+        "w_up": torch.ones(9, 1),
+    }
     given["w_down"] = torch.eye(9)[:4]
     # One output per hidden feature; the other products are 0 * value, NaN exactly where the value is not finite.
     ours = cases.run(given, backend=backend, activation=activation)

@@ -90,7 +90,7 @@ def test_selective_checkpointing_can_save_our_forward():
     def contexts():
         return create_selective_checkpoint_contexts([torch.ops.fused_remat.mlp_fwd.default])
 
-    region = lambda x: layer(x).sin()  # noqa: E731
+    region = lambda x: layer(x).sin()
     assert _forwards_in_backward(checkpoint(region, x, use_reentrant=False, context_fn=contexts)) == 0
     assert _forwards_in_backward(checkpoint(region, x, use_reentrant=False)) == 1
 

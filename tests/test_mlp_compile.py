@@ -152,7 +152,7 @@ def _level3(given, backend):
     given = {name: value.detach() for name, value in given.items()}
     x = given["x"].reshape(-1, given["x"].shape[-1])
     rows, hidden, dtype, sums = x.shape[0], given["w_up"].shape[0], x.dtype, torch.float32
-    buffer = lambda n=hidden: torch.zeros(rows, n, dtype=dtype)  # noqa: E731
+    buffer = lambda n=hidden: torch.zeros(rows, n, dtype=dtype)
     w_up, w_down, b_up, _, w_gate, b_gate = _layer_args(given)
     seed = torch.empty(0, dtype=torch.int64)
     chosen = (seed, "silu", 0.0, 0, 0, hidden)
@@ -162,10 +162,10 @@ def _level3(given, backend):
     )
     dy = torch.randn(rows, w_down.shape[0]).to(dtype)
     db = [torch.zeros(hidden, dtype=sums) for _ in range(2)]
+    buffers = [buffer() for _ in range(4)]
     yield (
         f"mlp_bwd_chunk_{backend}",
-        (x, dy, w_up, w_down, b_up, w_gate, b_gate, buffer(3), buffer(0), *chosen)
-        + (buffer(), buffer(), buffer(), buffer(), *db),
+        (x, dy, w_up, w_down, b_up, w_gate, b_gate, buffer(3), buffer(0), *chosen, *buffers, *db),
     )
     yield f"column_sums_{backend}", (dy, torch.zeros(dy.shape[1], dtype=sums))
 
@@ -185,15 +185,28 @@ def test_opcheck_every_op(layout, dtype, backend):
             results = opcheck(getattr(torch.ops.fused_remat, name).default, args)
             assert set(results.values()) == {"SUCCESS"}, name
             seen.add(name)
-    registered = {name.removeprefix("fused_remat::") for name in torch._C._dispatch_get_all_op_names() if "fused_remat" in name}
-    of_other_backend = {name for other in cases.BACKENDS if other != backend for name in registered if name.endswith(other)}
+    registered = {
+        name.removeprefix("fused_remat::") for name in torch._C._dispatch_get_all_op_names() if "fused_remat" in name
+    }
+    of_other_backend = {
+        name for other in cases.BACKENDS if other != backend for name in registered if name.endswith(other)
+    }
     assert seen | of_other_backend | {"mlp_plan", "activations"} == registered
 
 
 def test_inner_ops_refuse_to_be_differentiated():
     given = cases.operands(3, 4, 6)
     y, _, _ = torch.ops.fused_remat.mlp_fwd(
-        given["x"], *_layer_args(given), torch.empty(0, dtype=torch.int64), "gelu", 0.0, 0, 0, 2000, torch.float64, "cpp"
+        given["x"],
+        *_layer_args(given),
+        torch.empty(0, dtype=torch.int64),
+        "gelu",
+        0.0,
+        0,
+        0,
+        2000,
+        torch.float64,
+        "cpp",
     )
     with pytest.raises(RuntimeError, match="not implemented"):
         y.sum().backward()
@@ -232,7 +245,7 @@ def test_jvp_and_dual_numbers(cls):
 
 def test_the_bare_op_refuses_transforms_instead_of_dropping_them():
     given = cases.operands(3, 4, 6, requires_grad=False)
-    op = lambda x: torch.ops.fused_remat.mlp(x, *_layer_args(given), "gelu", 0.0, 0, 0, 2000, "cpp")  # noqa: E731
+    op = lambda x: torch.ops.fused_remat.mlp(x, *_layer_args(given), "gelu", 0.0, 0, 0, 2000, "cpp")
     with pytest.raises(NotImplementedError, match="reference path"):
         grad(lambda x: op(x).sum())(given["x"])
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="reference"):

@@ -33,12 +33,22 @@ BAD = {
     "shape of b_gate": ({"b_gate": torch.ones(1, 6)}, {}, ValueError, r"b_gate must have shape \[6\]"),
     "b_gate alone": ({"w_gate": None}, {}, ValueError, "b_gate was given without w_gate"),
     "no tensor": ({"x": [1.0, 2.0]}, {}, TypeError, "x must be a tensor, got list"),
-    "dtype": ({"w_up": torch.ones(6, 4, dtype=torch.float64)}, {}, TypeError, "w_up is torch.float64, x is torch.float32"),
+    "dtype": (
+        {"w_up": torch.ones(6, 4, dtype=torch.float64)},
+        {},
+        TypeError,
+        "w_up is torch.float64, x is torch.float32",
+    ),
     "integers": ({"x": torch.ones(3, 4, dtype=torch.int64)}, {}, TypeError, "x must be floating point"),
     "device": ({"b_up": torch.ones(6, device="meta")}, {}, ValueError, "b_up is on meta, x on cpu"),
     "activation": ({}, {"activation": "swish"}, ValueError, "activation must be one of gelu.*got 'swish'"),
     "keep name": ({}, {"keep": ("hidden",)}, ValueError, "keep names.*hidden"),
-    "keep gate of a plain layer": ({"w_gate": None, "b_gate": None}, {"keep": ("gate",)}, ValueError, "plain MLP can keep"),
+    "keep gate of a plain layer": (
+        {"w_gate": None, "b_gate": None},
+        {"keep": ("gate",)},
+        ValueError,
+        "plain MLP can keep",
+    ),
     "keep type": ({}, {"keep": "up"}, TypeError, "keep must be a tuple"),
     "keep fraction": ({}, {"keep": 1.5}, ValueError, "keep as a fraction"),
     "dropout of 1": ({}, {"dropout_p": 1.0}, ValueError, r"dropout_p must be a number in \[0, 1\)"),
@@ -69,7 +79,9 @@ def test_bad_input_is_refused_under_compile(case):
 
 def test_fullgraph_compile_names_the_reason():
     torch._dynamo.reset()
-    compiled = torch.compile(lambda **given: fused_remat.mlp(**given, activation="swish"), backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda **given: fused_remat.mlp(**given, activation="swish"), backend="eager", fullgraph=True
+    )
     with pytest.raises(torch._dynamo.exc.Unsupported, match="activation must be one of gelu"):
         compiled(**_tensors())
 
@@ -124,10 +136,8 @@ def test_workspace_from_the_environment(value, expected):
         "try: print(budget.resolve(None, 'cpu'))\n"
         "except ValueError as error: print('ValueError', error)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={"FUSED_REMAT_WORKSPACE": value, "PATH": "", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    environment = {"FUSED_REMAT_WORKSPACE": value, "PATH": "", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(expected)
     assert expected != "ValueError" or "FUSED_REMAT_WORKSPACE" in done.stdout
 
@@ -136,7 +146,10 @@ def test_workspace_from_the_environment(value, expected):
 
 
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match=r"triton, cuda, cpp, aten, reference; got 'cudnn'"), fused_remat.backend("cudnn"):
+    with (
+        pytest.raises(ValueError, match=r"triton, cuda, cpp, aten, reference; got 'cudnn'"),
+        fused_remat.backend("cudnn"),
+    ):
         pass
 
 

@@ -13,7 +13,8 @@ using at::Tensor;
 
 namespace {
 
-// Rows of a tile whose dropout mask is made at a time: its int64 temporaries must stay a fraction of the tile.
+// Rows of a tile whose dropout mask is made at a time: its int64 temporaries must stay a fraction
+// of the tile.
 int64_t mask_slab_rows(int64_t rows) { return std::max<int64_t>(1, rows / 16); }
 
 void drop_(const Tensor& values, const MlpTile& tile) {
@@ -22,14 +23,15 @@ void drop_(const Tensor& values, const MlpTile& tile) {
   for (int64_t row = 0; row < rows; row += slab) {
     Tensor part = values.narrow(0, row, std::min(slab, rows - row));
     part.mul_(dropout_scales(
-        tile.seed, tile.dropout_p, tile.row0 + row, part.size(0), tile.feature0, part.size(1), tile.hidden_features,
-        part.options()));
+        tile.seed, tile.dropout_p, tile.row0 + row, part.size(0), tile.feature0, part.size(1),
+        tile.hidden_features, part.options()));
   }
 }
 
 // pre <- the kept columns, and x w^T + b for the others.
 void rebuild_pre(
-    const Tensor& x, const Tensor& w, const OptionalTensor& bias, const Tensor& kept, const Tensor& pre) {
+    const Tensor& x, const Tensor& w, const OptionalTensor& bias, const Tensor& kept,
+    const Tensor& pre) {
   const int64_t n_kept = kept.size(1), n = pre.size(1) - n_kept;
   if (n_kept > 0) pre.narrow(1, 0, n_kept).copy_(kept);
   if (n == 0) return;
@@ -66,12 +68,14 @@ void mlp_fwd_chunk(
 }
 
 void mlp_bwd_chunk(
-    const Tensor& x, const Tensor& dy, const MlpLayer& layer, const MlpTile& tile, const MlpResiduals& residuals,
-    const MlpBuffers& buffers, const Tensor& db_up, const Tensor& db_gate) {
+    const Tensor& x, const Tensor& dy, const MlpLayer& layer, const MlpTile& tile,
+    const MlpResiduals& residuals, const MlpBuffers& buffers, const Tensor& db_up,
+    const Tensor& db_gate) {
   const Activation& act = activation(tile.activation);
   const bool with_gradient = buffers.dup.numel() > 0, gated = layer.gated();
   Tensor hidden = buffers.hidden, dup = buffers.dup, dgate = buffers.dgate;
-  // A plain layer rebuilds `up` in scratch, a gated one in hidden and `gate` in dgate; each becomes its gradient there.
+  // A plain layer rebuilds `up` in scratch, a gated one in hidden and `gate` in dgate; each becomes
+  // its gradient there.
   const Tensor& pre = gated ? dgate : buffers.scratch;
   const Tensor& value = gated ? buffers.scratch : hidden;
   rebuild_pre(x, layer.w_up, layer.b_up, residuals.up, gated ? hidden : pre);

@@ -1,4 +1,5 @@
-// Level 1 of the MLP: one autograd node. It saves x, the parameters, the seed and the kept residuals, nothing else.
+// Level 1 of the MLP: one autograd node. It saves x, the parameters, the seed and the kept
+// residuals, nothing else.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -28,14 +29,17 @@ using torch::autograd::variable_list;
 
 namespace {
 
-// The key of this call's dropout mask: one draw from torch's generator of the device, so that manual_seed reproduces it.
+// The key of this call's dropout mask: one draw from torch's generator of the device, so that
+// manual_seed reproduces it.
 Tensor draw_seed(const Tensor& x, double dropout_p) {
   const auto options = at::TensorOptions().dtype(at::kLong).device(x.device());
   if (dropout_p == 0.0) return at::empty({0}, options);
-  return at::randint(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max(), {1}, options);
+  return at::randint(
+      std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max(), {1}, options);
 }
 
-// What backward needs, and its flat form in the order that the node saves it. An absent tensor is undefined there.
+// What backward needs, and its flat form in the order that the node saves it. An absent tensor is
+// undefined there.
 constexpr size_t kSavedInputs = 8, kSaved = 10;
 using FlatOperands = std::array<Tensor, kSaved>;
 struct Operands {
@@ -45,34 +49,46 @@ struct Operands {
 };
 
 Operands operands_of(const FlatOperands& t) {
-  const auto optional = [](const Tensor& o) { return o.defined() ? OptionalTensor(o) : std::nullopt; };
-  return {t[0], {t[1], t[2], optional(t[3]), optional(t[4]), optional(t[5]), optional(t[6])}, t[7], t[8], t[9]};
+  const auto optional = [](const Tensor& o) {
+    return o.defined() ? OptionalTensor(o) : std::nullopt;
+  };
+  return {
+      t[0],
+      {t[1], t[2], optional(t[3]), optional(t[4]), optional(t[5]), optional(t[6])},
+      t[7],
+      t[8],
+      t[9]};
 }
 
-// The forward in differentiable torch ops, with every operand behind a view of its own: gradients taken with respect to
-// the views do not run through one operand into another that depends on it.
+// The forward in differentiable torch ops, with every operand behind a view of its own: gradients
+// taken with respect to the views do not run through one operand into another that depends on it.
 variable_list differentiable_gradients(
-    const Tensor& dy, const Operands& saved, const MlpOptions& options, const MlpGradientMask& wanted) {
+    const Tensor& dy, const Operands& saved, const MlpOptions& options,
+    const MlpGradientMask& wanted) {
   const at::AutoGradMode with_grad(true);
   const BelowAutocast guard;
   std::array<Tensor, kMlpGradients> own;
   const auto view = [&](MlpGradient which, const OptionalTensor& t) {
     if (t && t->defined()) own[which] = t->view_as(*t);
-    return own[which].defined() ? OptionalTensor(own[which].to(options.compute_dtype)) : std::nullopt;
+    return own[which].defined() ? OptionalTensor(own[which].to(options.compute_dtype))
+                                : std::nullopt;
   };
   const Tensor x = *view(kDx, saved.x), w_up = *view(kDwUp, saved.layer.w_up);
   const Tensor w_down = *view(kDwDown, saved.layer.w_down);
-  const OptionalTensor b_up = view(kDbUp, saved.layer.b_up), b_down = view(kDbDown, saved.layer.b_down);
-  const OptionalTensor w_gate = view(kDwGate, saved.layer.w_gate), b_gate = view(kDbGate, saved.layer.b_gate);
+  const OptionalTensor b_up = view(kDbUp, saved.layer.b_up),
+                       b_down = view(kDbDown, saved.layer.b_down);
+  const OptionalTensor w_gate = view(kDwGate, saved.layer.w_gate),
+                       b_gate = view(kDbGate, saved.layer.b_gate);
 
   const auto act = aten::activation(options.activation).differentiable;
   const Tensor up = at::linear(x, w_up, b_up);
   Tensor hidden = w_gate ? act(at::linear(x, *w_gate, b_gate)) * up : act(up);
   if (options.dropout_p > 0.0) {
     const int64_t features = hidden.size(-1), rows = features == 0 ? 0 : hidden.numel() / features;
-    hidden = hidden * aten::dropout_scales(
-                          saved.seed, options.dropout_p, 0, rows, 0, features, features, hidden.options())
-                          .view(hidden.sizes());
+    hidden = hidden *
+             aten::dropout_scales(
+                 saved.seed, options.dropout_p, 0, rows, 0, features, features, hidden.options())
+                 .view(hidden.sizes());
   }
   const Tensor y = at::linear(hidden, w_down, b_down);
 
@@ -81,20 +97,24 @@ variable_list differentiable_gradients(
     if (wanted[i]) inputs.push_back(own[i]);
   variable_list gradients(kMlpGradients);
   if (inputs.empty()) return gradients;
-  const variable_list taken = torch::autograd::grad({y}, inputs, {dy}, /*retain_graph=*/true, /*create_graph=*/true);
+  const variable_list taken =
+      torch::autograd::grad({y}, inputs, {dy}, /*retain_graph=*/true, /*create_graph=*/true);
   for (size_t i = 0, next = 0; i < kMlpGradients; ++i)
     if (wanted[i]) gradients[i] = taken[next++];
   return gradients;
 }
 
 variable_list streamed_gradients(
-    const Tensor& dy, const Operands& saved, const MlpOptions& options, const MlpGradientMask& wanted) {
+    const Tensor& dy, const Operands& saved, const MlpOptions& options,
+    const MlpGradientMask& wanted) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const auto or_nothing = [&](const Tensor& residual) {
-    return residual.defined() ? residual : at::empty({0, 0}, saved.x.options().dtype(options.compute_dtype));
+    return residual.defined() ? residual
+                              : at::empty({0, 0}, saved.x.options().dtype(options.compute_dtype));
   };
   const MlpGradients made = calls::mlp_bwd(
-      dy, saved.x, saved.layer, or_nothing(saved.up), or_nothing(saved.gate), saved.seed, options, wanted);
+      dy, saved.x, saved.layer, or_nothing(saved.up), or_nothing(saved.gate), saved.seed, options,
+      wanted);
   variable_list gradients(kMlpGradients);
   for (size_t i = 0; i < kMlpGradients; ++i)
     if (wanted[i]) gradients[i] = made[i];
@@ -113,7 +133,8 @@ variable_list packed_gradients(const variable_list& grads, const std::vector<at:
   options.workspace = args.unpack<int64_t>();
   options.backend = args.unpack<std::string>();
   options.compute_dtype = args.unpack<at::ScalarType>();
-  return streamed_gradients(grads[0], operands_of(operands), options, args.unpack<MlpGradientMask>());
+  return streamed_gradients(
+      grads[0], operands_of(operands), options, args.unpack<MlpGradientMask>());
 }
 
 struct MlpBackward : public torch::autograd::Node {
@@ -121,14 +142,16 @@ struct MlpBackward : public torch::autograd::Node {
   MlpOptions options;
   bool released = false;
 
-  // Everything that exists before the compute: inside someone's checkpoint, its replay can stop right here.
+  // Everything that exists before the compute: inside someone's checkpoint, its replay can stop
+  // right here.
   void save_inputs(const Tensor& x, const MlpLayer& layer, const Tensor& seed) {
-    const OptionalTensor inputs[kSavedInputs] = {x,            layer.w_up,   layer.w_down, layer.b_up,
-                                                 layer.b_down, layer.w_gate, layer.b_gate, seed};
+    const OptionalTensor inputs[kSavedInputs] = {
+        x, layer.w_up, layer.w_down, layer.b_up, layer.b_down, layer.w_gate, layer.b_gate, seed};
     for (size_t i = 0; i < kSavedInputs; ++i)
       if (inputs[i]) saved[i] = SavedVariable(*inputs[i], /*is_output=*/false);
   }
-  // Only what is kept: a tensor saved after the compute makes a checkpoint's replay run the compute.
+  // Only what is kept: a tensor saved after the compute makes a checkpoint's replay run the
+  // compute.
   void save_residuals(const MlpForward& forward, const MlpKeep& keep) {
     if (keep.up > 0) saved[kSavedInputs] = SavedVariable(forward.up, /*is_output=*/false);
     if (keep.gate > 0) saved[kSavedInputs + 1] = SavedVariable(forward.gate, /*is_output=*/false);
@@ -138,9 +161,11 @@ struct MlpBackward : public torch::autograd::Node {
     TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
     if (!grads[0].defined()) return variable_list(kMlpGradients);
     const Operands operands = operands_of(unpack());
-    // Gradients are being recorded under create_graph alone; the streaming has no derivative of its own.
-    return at::GradMode::is_enabled() ? differentiable_gradients(grads[0], operands, options, wanted())
-                                      : streamed_gradients(grads[0], operands, options, wanted());
+    // Gradients are being recorded under create_graph alone; the streaming has no derivative of its
+    // own.
+    return at::GradMode::is_enabled()
+               ? differentiable_gradients(grads[0], operands, options, wanted())
+               : streamed_gradients(grads[0], operands, options, wanted());
   }
 
   void release_variables() override {
@@ -196,7 +221,8 @@ struct MlpBackward : public torch::autograd::Node {
     const auto& compiler = getPyCompilerInterface();
     // "Custom" gives every trace a name of its own; "traceable" lets the compiler look inside.
     const std::string function = compiler->bind_function(
-        swap.get_py_compiler(), name(), packed_gradients, schema, /*is_custom_function=*/true, /*is_traceable=*/true);
+        swap.get_py_compiler(), name(), packed_gradients, schema, /*is_custom_function=*/true,
+        /*is_traceable=*/true);
     return compiler->call_function(
         swap.get_py_compiler(), "apply_functional", function, grads, args.vec(),
         IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
@@ -204,7 +230,8 @@ struct MlpBackward : public torch::autograd::Node {
   }
 };
 
-std::array<OptionalTensor, kMlpGradients> differentiable_inputs(const Tensor& x, const MlpLayer& layer) {
+std::array<OptionalTensor, kMlpGradients> differentiable_inputs(
+    const Tensor& x, const MlpLayer& layer) {
   return {x, layer.w_up, layer.w_down, layer.b_up, layer.b_down, layer.w_gate, layer.b_gate};
 }
 
@@ -214,27 +241,34 @@ void refuse_transforms(const std::array<OptionalTensor, kMlpGradients>& inputs) 
     if (!t) continue;
     const c10::DispatchKeySet keys = t->key_set();
     TORCH_CHECK_NOT_IMPLEMENTED(
-        !keys.has(c10::DispatchKey::FuncTorchGradWrapper) && !keys.has(c10::DispatchKey::FuncTorchBatched),
-        "torch.ops.fused_remat.mlp does not run under torch.func transforms; call fused_remat.mlp, which takes the "
+        !keys.has(c10::DispatchKey::FuncTorchGradWrapper) &&
+            !keys.has(c10::DispatchKey::FuncTorchBatched),
+        "torch.ops.fused_remat.mlp does not run under torch.func transforms; call fused_remat.mlp, "
+        "which takes the "
         "reference path there");
     TORCH_CHECK_NOT_IMPLEMENTED(
         !t->_fw_grad(/*level=*/0).defined(),
-        "torch.ops.fused_remat.mlp has no forward-mode derivative; call fused_remat.mlp, which takes the reference "
+        "torch.ops.fused_remat.mlp has no forward-mode derivative; call fused_remat.mlp, which "
+        "takes the reference "
         "path there");
   }
 }
 
 }  // namespace
 
-Tensor mlp_without_grad(const Tensor& x, const MlpLayer& layer, const MlpOptions& options, const MlpKeep&) {
+Tensor mlp_without_grad(
+    const Tensor& x, const MlpLayer& layer, const MlpOptions& options, const MlpKeep&) {
   return calls::mlp_fwd(x, layer, draw_seed(x, options.dropout_p), options, /*keep=*/{0, 0}).y;
 }
 
-Tensor mlp_autograd(const Tensor& x, const MlpLayer& layer, const MlpOptions& options, const MlpKeep& keep) {
+Tensor mlp_autograd(
+    const Tensor& x, const MlpLayer& layer, const MlpOptions& options, const MlpKeep& keep) {
   const auto inputs = differentiable_inputs(x, layer);
   refuse_transforms(inputs);
   const bool record = at::GradMode::is_enabled() &&
-      std::any_of(inputs.begin(), inputs.end(), [](const OptionalTensor& t) { return t && t->requires_grad(); });
+                      std::any_of(inputs.begin(), inputs.end(), [](const OptionalTensor& t) {
+                        return t && t->requires_grad();
+                      });
   if (!record) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return mlp_without_grad(x, layer, options, keep);

@@ -1,4 +1,5 @@
-// Creation of autograd nodes, whose ownership changed between torch releases (shared_ptr, then intrusive_ptr).
+// Creation of autograd nodes, whose ownership changed between torch releases (shared_ptr, then
+// intrusive_ptr).
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -13,8 +14,10 @@ namespace fused_remat {
 template <class T, class Handle = decltype(torch::autograd::Edge::function)>
 auto make_node() {
   if constexpr (std::is_same_v<Handle, std::shared_ptr<torch::autograd::Node>>) {
-    // deleteNode frees long chains of nodes without recursion; found by its argument, as newer releases lack it.
-    return std::shared_ptr<T>(new T(), [](typename Handle::element_type* node) { deleteNode(node); });
+    // deleteNode frees long chains of nodes without recursion; found by its argument, as newer
+    // releases lack it.
+    return std::shared_ptr<T>(
+        new T(), [](typename Handle::element_type* node) { deleteNode(node); });
   } else {
     return c10::make_intrusive<T>();
   }

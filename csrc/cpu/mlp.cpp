@@ -18,7 +18,8 @@ using at::Tensor;
 
 namespace {
 
-// A task is kSumBlockRows by kBlockCols elements: enough work for a thread, and fixed, so that sums are too.
+// A task is kSumBlockRows by kBlockCols elements: enough work for a thread, and fixed, so that sums
+// are too.
 constexpr int64_t kBlockCols = 512;
 
 const Kernels& kernels() {
@@ -46,20 +47,30 @@ int activation_index(const std::string& name) {
 
 Storage storage_of(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kDouble: return Storage::kDouble;
-    case at::kFloat: return Storage::kFloat;
-    case at::kBFloat16: return Storage::kBFloat16;
-    case at::kHalf: return Storage::kHalf;
-    default: TORCH_CHECK_TYPE(false, "cpp kernels take float64, float32, bfloat16 or float16, got ", dtype);
+    case at::kDouble:
+      return Storage::kDouble;
+    case at::kFloat:
+      return Storage::kFloat;
+    case at::kBFloat16:
+      return Storage::kBFloat16;
+    case at::kHalf:
+      return Storage::kHalf;
+    default:
+      TORCH_CHECK_TYPE(
+          false, "cpp kernels take float64, float32, bfloat16 or float16, got ", dtype);
   }
 }
 
 // The dtype that a tile is computed and summed in.
-at::ScalarType wide(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+at::ScalarType wide(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 Matrix matrix_of(const Tensor& t) {
   if (t.numel() == 0) return {};
-  TORCH_CHECK(t.dim() == 2 && (t.stride(1) == 1 || t.size(1) == 1), "cpp kernels take matrices with dense rows");
+  TORCH_CHECK(
+      t.dim() == 2 && (t.stride(1) == 1 || t.size(1) == 1),
+      "cpp kernels take matrices with dense rows");
   return {t.data_ptr(), t.stride(0), t.size(1)};
 }
 
@@ -104,8 +115,12 @@ void parallel_blocks(int64_t rows, int64_t cols, const Body& body) {
   const int64_t col_blocks = (cols + kBlockCols - 1) / kBlockCols;
   at::parallel_for(0, row_blocks * col_blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t r = task / col_blocks, row0 = r * kSumBlockRows, col0 = task % col_blocks * kBlockCols;
-      body(Block{row0, std::min(rows, row0 + kSumBlockRows), col0, std::min(cols, col0 + kBlockCols)}, r);
+      const int64_t r = task / col_blocks, row0 = r * kSumBlockRows,
+                    col0 = task % col_blocks * kBlockCols;
+      body(
+          Block{
+              row0, std::min(rows, row0 + kSumBlockRows), col0, std::min(cols, col0 + kBlockCols)},
+          r);
     }
   });
 }
@@ -115,12 +130,13 @@ class PartialSums {
  public:
   PartialSums(const Tensor& out, int64_t rows) : out_(out) {
     if (out.numel() > 0)
-      partial_ = at::zeros({(rows + kSumBlockRows - 1) / kSumBlockRows, out.size(0)}, out.options());
+      partial_ =
+          at::zeros({(rows + kSumBlockRows - 1) / kSumBlockRows, out.size(0)}, out.options());
   }
   void* at_block(const Block& block, int64_t row_block) const {
     if (!partial_.defined()) return nullptr;
     return static_cast<char*>(partial_.data_ptr()) +
-        (row_block * partial_.size(1) + block.col0) * partial_.element_size();
+           (row_block * partial_.size(1) + block.col0) * partial_.element_size();
   }
   void fold() {
     if (!partial_.defined()) return;
@@ -133,8 +149,8 @@ class PartialSums {
 
 void check_sums(const Tensor& sums, const Tensor& values) {
   TORCH_CHECK_TYPE(
-      sums.scalar_type() == wide(values.scalar_type()), "sums of ", values.scalar_type(), " must be ",
-      wide(values.scalar_type()), ", got ", sums.scalar_type());
+      sums.scalar_type() == wide(values.scalar_type()), "sums of ", values.scalar_type(),
+      " must be ", wide(values.scalar_type()), ", got ", sums.scalar_type());
 }
 
 // product <- x w^T for the features that are not kept.
@@ -155,12 +171,14 @@ void mlp_fwd_chunk(
       kernels().forward[activation_index(tile.activation)][args.storage == Storage::kDouble];
   multiply_rebuilt(x, layer.w_up, 0, buffers.hidden);
   if (layer.gated()) multiply_rebuilt(x, *layer.w_gate, 0, buffers.scratch);
-  parallel_blocks(x.size(0), layer.w_up.size(0), [&](const Block& block, int64_t) { kernel(args, block); });
+  parallel_blocks(
+      x.size(0), layer.w_up.size(0), [&](const Block& block, int64_t) { kernel(args, block); });
 }
 
 void mlp_bwd_chunk(
-    const Tensor& x, const Tensor& dy, const MlpLayer& layer, const MlpTile& tile, const MlpResiduals& residuals,
-    const MlpBuffers& buffers, const Tensor& db_up, const Tensor& db_gate) {
+    const Tensor& x, const Tensor& dy, const MlpLayer& layer, const MlpTile& tile,
+    const MlpResiduals& residuals, const MlpBuffers& buffers, const Tensor& db_up,
+    const Tensor& db_gate) {
   TileArgs args = tile_args(layer, tile, residuals, buffers.hidden, buffers.dgate);
   args.dup = matrix_of(buffers.dup);
   for (const Tensor& sums : {db_up, db_gate})
@@ -187,7 +205,8 @@ void column_sums(const Tensor& a, const Tensor& out) {
   const Storage storage = storage_of(a.scalar_type());
   PartialSums sums(out, a.size(0));
   parallel_blocks(a.size(0), a.size(1), [&](const Block& block, int64_t r) {
-    kernels().column_sums[storage == Storage::kDouble](matrix, storage, block, sums.at_block(block, r));
+    kernels().column_sums[storage == Storage::kDouble](
+        matrix, storage, block, sums.at_block(block, r));
   });
   sums.fold();
 }

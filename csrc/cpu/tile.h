@@ -1,5 +1,6 @@
-// The elementwise half of a tile on the CPU: bias, rounding, dropout, activation and its gradient, bias-gradient sums, in
-// one pass over [rows, features]. Compiled once per instruction set (tile_*.cpp) and chosen at run time.
+// The elementwise half of a tile on the CPU: bias, rounding, dropout, activation and its gradient,
+// bias-gradient sums, in one pass over [rows, features]. Compiled once per instruction set
+// (tile_*.cpp) and chosen at run time.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +17,13 @@ struct Matrix {
 };
 
 struct TileArgs {
-  Storage storage;   // of hidden, gate and dup: the GEMM dtype
-  Storage compute;   // of residuals, and what pre-activations round to
+  Storage storage;  // of hidden, gate and dup: the GEMM dtype
+  Storage compute;  // of residuals, and what pre-activations round to
   Storage bias_storage;
-  Matrix hidden;     // in: x w_up^T (columns that are not kept); out: hidden
-  Matrix gate;       // in: x w_gate^T; out, in backward: dgate
-  Matrix dup;        // backward in: dhidden; out: dup
-  Matrix kept_up;    // leading columns: forward writes them, backward reads them
+  Matrix hidden;   // in: x w_up^T (columns that are not kept); out: hidden
+  Matrix gate;     // in: x w_gate^T; out, in backward: dgate
+  Matrix dup;      // backward in: dhidden; out: dup
+  Matrix kept_up;  // leading columns: forward writes them, backward reads them
   Matrix kept_gate;
   const void* b_up;  // [features] or null
   const void* b_gate;
@@ -38,15 +39,15 @@ struct Block {
 };
 
 using ForwardBlock = void (*)(const TileArgs&, const Block&);
-// Adds the block's column sums of dup and dgate to `db_up` and `db_gate` (from col0 on, double for kDouble, else float;
-// null = not wanted).
+// Adds the block's column sums of dup and dgate to `db_up` and `db_gate` (from col0 on, double for
+// kDouble, else float; null = not wanted).
 using BackwardBlock = void (*)(const TileArgs&, const Block&, void* db_up, void* db_gate);
 // Adds the block's column sums of `a` to `sums`, likewise.
 using ColumnSumsBlock = void (*)(const Matrix& a, Storage, const Block&, void* sums);
 
 constexpr int kActivations = 10;
 struct Kernels {
-  ForwardBlock forward[kActivations][2];    // [activation][in double]
+  ForwardBlock forward[kActivations][2];  // [activation][in double]
   BackwardBlock backward[kActivations][2];
   ColumnSumsBlock column_sums[2];
 };

@@ -1,5 +1,6 @@
-// Body of cpu/tile.h for one instruction set. Included by tile_<name>.cpp, each compiled with that set's flags and its own
-// CPU_CAPABILITY, which also names the at::vec namespace: no symbol may be shared between them.
+// Body of cpu/tile.h for one instruction set. Included by tile_<name>.cpp, each compiled with that
+// set's flags and its own CPU_CAPABILITY, which also names the at::vec namespace: no symbol may be
+// shared between them.
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
@@ -41,7 +42,8 @@ struct Buffer {
   alignas(64) T data[kSpan];
 };
 
-// Row buffers are computed on in whole vectors; the lanes past the end hold stale finite numbers and are never stored.
+// Row buffers are computed on in whole vectors; the lanes past the end hold stale finite numbers
+// and are never stored.
 template <class T, class Body>
 inline void for_each_vector(int64_t n, const Body& body) {
   for (int64_t i = 0; i < n; i += Vec<T>::size()) body(i);
@@ -51,7 +53,8 @@ template <class Half>
 inline void load_half(const Half* from, float* to, int64_t n) {
   constexpr int64_t kLanes = Vec<Half>::size();
   for (int64_t i = 0; i < n; i += kLanes) {
-    const auto [low, high] = at::vec::convert_to_float<Half>(Vec<Half>::loadu(from + i, std::min(kLanes, n - i)));
+    const auto [low, high] =
+        at::vec::convert_to_float<Half>(Vec<Half>::loadu(from + i, std::min(kLanes, n - i)));
     low.store(to + i);
     high.store(to + i + kLanes / 2);
   }
@@ -61,15 +64,18 @@ template <class Half>
 inline void store_half(const float* from, Half* to, int64_t n) {
   constexpr int64_t kLanes = Vec<Half>::size();
   for (int64_t i = 0; i < n; i += kLanes)
-    at::vec::convert_from_float<Half>(Vec<float>::loadu(from + i), Vec<float>::loadu(from + i + kLanes / 2))
+    at::vec::convert_from_float<Half>(
+        Vec<float>::loadu(from + i), Vec<float>::loadu(from + i + kLanes / 2))
         .store(to + i, std::min(kLanes, n - i));
 }
 
 template <class T>
 inline void load(const void* base, Storage storage, int64_t offset, int64_t n, T* to) {
   if constexpr (std::is_same_v<T, float>) {
-    if (storage == Storage::kBFloat16) return load_half(static_cast<const at::BFloat16*>(base) + offset, to, n);
-    if (storage == Storage::kHalf) return load_half(static_cast<const at::Half*>(base) + offset, to, n);
+    if (storage == Storage::kBFloat16)
+      return load_half(static_cast<const at::BFloat16*>(base) + offset, to, n);
+    if (storage == Storage::kHalf)
+      return load_half(static_cast<const at::Half*>(base) + offset, to, n);
   }
   std::memcpy(to, static_cast<const T*>(base) + offset, n * sizeof(T));
 }
@@ -77,8 +83,10 @@ inline void load(const void* base, Storage storage, int64_t offset, int64_t n, T
 template <class T>
 inline void store(const T* from, void* base, Storage storage, int64_t offset, int64_t n) {
   if constexpr (std::is_same_v<T, float>) {
-    if (storage == Storage::kBFloat16) return store_half(from, static_cast<at::BFloat16*>(base) + offset, n);
-    if (storage == Storage::kHalf) return store_half(from, static_cast<at::Half*>(base) + offset, n);
+    if (storage == Storage::kBFloat16)
+      return store_half(from, static_cast<at::BFloat16*>(base) + offset, n);
+    if (storage == Storage::kHalf)
+      return store_half(from, static_cast<at::Half*>(base) + offset, n);
   }
   std::memcpy(static_cast<T*>(base) + offset, from, n * sizeof(T));
 }
@@ -88,13 +96,15 @@ inline void load(const Matrix& m, Storage storage, int64_t row, int64_t col, int
   load(m.data, storage, row * m.stride + col, n, to);
 }
 template <class T>
-inline void store(const T* from, const Matrix& m, Storage storage, int64_t row, int64_t col, int64_t n) {
+inline void store(
+    const T* from, const Matrix& m, Storage storage, int64_t row, int64_t col, int64_t n) {
   store(from, m.data, storage, row * m.stride + col, n);
 }
 
 template <class T>
 inline void multiply(T* a, const T* b, int64_t n) {
-  for_each_vector<T>(n, [&](int64_t i) { (Vec<T>::loadu(a + i) * Vec<T>::loadu(b + i)).store(a + i); });
+  for_each_vector<T>(
+      n, [&](int64_t i) { (Vec<T>::loadu(a + i) * Vec<T>::loadu(b + i)).store(a + i); });
 }
 template <class T>
 inline void add(T* a, const T* b, int64_t n) {
@@ -115,20 +125,22 @@ inline void round_to(Storage compute, T* values, int64_t n) {
 // Pre-activations of one span: kept columns as they are, the others from the GEMM plus bias.
 template <class T>
 inline void load_pre(
-    const TileArgs& t, const Matrix& product, const Matrix& kept, const void* bias, bool read_kept, int64_t row,
-    int64_t col, int64_t n, T* to) {
+    const TileArgs& t, const Matrix& product, const Matrix& kept, const void* bias, bool read_kept,
+    int64_t row, int64_t col, int64_t n, T* to) {
   const int64_t n_kept = read_kept ? std::clamp<int64_t>(kept.cols - col, 0, n) : 0;
   if (n_kept < n) {
     load(product, t.storage, row, col, n, to);
     if (bias != nullptr) {
       Buffer<T> b;
       load(bias, t.bias_storage, col, n, b.data);
-      for_each_vector<T>(n, [&](int64_t i) { (Vec<T>::loadu(to + i) + Vec<T>::loadu(b.data + i)).store(to + i); });
+      for_each_vector<T>(
+          n, [&](int64_t i) { (Vec<T>::loadu(to + i) + Vec<T>::loadu(b.data + i)).store(to + i); });
     }
     round_to(t.compute, to, n);
   }
   if (n_kept > 0) {
-    // By way of a buffer: halves are loaded in whole vectors, which would run into the rebuilt columns.
+    // By way of a buffer: halves are loaded in whole vectors, which would run into the rebuilt
+    // columns.
     Buffer<T> values;
     load(kept, t.compute, row, col, n_kept, values.data);
     std::memcpy(to, values.data, n_kept * sizeof(T));
@@ -136,7 +148,8 @@ inline void load_pre(
 }
 
 template <class T>
-inline void keep(const TileArgs& t, const T* from, const Matrix& kept, int64_t row, int64_t col, int64_t n) {
+inline void keep(
+    const TileArgs& t, const T* from, const Matrix& kept, int64_t row, int64_t col, int64_t n) {
   const int64_t n_kept = std::clamp<int64_t>(kept.cols - col, 0, n);
   if (n_kept > 0) store(from, kept, t.compute, row, col, n_kept);
 }
@@ -147,7 +160,8 @@ inline void dropout_scales(const TileArgs& t, int64_t row, int64_t col, int64_t 
   constexpr int kCounters = 8;
   const uint64_t threshold = philox::drop_threshold(t.drop_p);
   const T scale = static_cast<T>(1.0 / (1.0 - t.drop_p));
-  const uint64_t first = static_cast<uint64_t>((t.row0 + row) * t.hidden_features + t.feature0 + col);
+  const uint64_t first =
+      static_cast<uint64_t>((t.row0 + row) * t.hidden_features + t.feature0 + col);
   uint64_t index = first;
   const uint64_t end = first + static_cast<uint64_t>(n);
   while (index < end) {
@@ -174,10 +188,12 @@ void forward_block(const TileArgs& t, const Block& block) {
         load_pre(t, t.gate, t.kept_gate, t.b_gate, /*read_kept=*/false, row, col, n, gate.data);
         keep(t, gate.data, t.kept_gate, row, col, n);
         for_each_vector<T>(n, [&](int64_t i) {
-          (Act::value(Vec<T>::loadu(gate.data + i)) * Vec<T>::loadu(up.data + i)).store(up.data + i);
+          (Act::value(Vec<T>::loadu(gate.data + i)) * Vec<T>::loadu(up.data + i))
+              .store(up.data + i);
         });
       } else {
-        for_each_vector<T>(n, [&](int64_t i) { Act::value(Vec<T>::loadu(up.data + i)).store(up.data + i); });
+        for_each_vector<T>(
+            n, [&](int64_t i) { Act::value(Vec<T>::loadu(up.data + i)).store(up.data + i); });
       }
       if (t.dropout) {
         dropout_scales(t, row, col, n, scales.data);
@@ -214,7 +230,8 @@ void backward_block(const TileArgs& t, const Block& block, void* db_up, void* db
     for (int64_t col = block.col0; col < block.col1; col += kSpan) {
       const int64_t n = std::min(kSpan, block.col1 - col);
       load_pre(t, t.hidden, t.kept_up, t.b_up, /*read_kept=*/true, row, col, n, up.data);
-      if (gated) load_pre(t, t.gate, t.kept_gate, t.b_gate, /*read_kept=*/true, row, col, n, gate.data);
+      if (gated)
+        load_pre(t, t.gate, t.kept_gate, t.b_gate, /*read_kept=*/true, row, col, n, gate.data);
       if (with_gradient) load(t.dup, t.storage, row, col, n, dhidden.data);
       if (t.dropout) {
         dropout_scales(t, row, col, n, scales.data);

@@ -1,5 +1,6 @@
-// Backward, streamed over feature or token chunks. Per tile: stage 1 (level 3) rebuilds what was not kept and makes
-// hidden, dup and dgate; stage 2 is library GEMMs into the gradients. Fixed order, no atomics: the same bits every time.
+// Backward, streamed over feature or token chunks. Per tile: stage 1 (level 3) rebuilds what was
+// not kept and makes hidden, dup and dgate; stage 2 is library GEMMs into the gradients. Fixed
+// order, no atomics: the same bits every time.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
@@ -16,18 +17,19 @@ using at::Tensor;
 
 namespace {
 
-// A gradient whose tiles are sums over the other axis. The sum lives in the gradient itself where that is as wide as a
-// sum must be or has one term; else in the workspace, if the gradient's axis is the outer loop (a chunk is finished
-// before the next begins), else in an fp32 tensor of the gradient's full size.
+// A gradient whose tiles are sums over the other axis. The sum lives in the gradient itself where
+// that is as wide as a sum must be or has one term; else in the workspace, if the gradient's axis
+// is the outer loop (a chunk is finished before the next begins), else in an fp32 tensor of the
+// gradient's full size.
 class GradientSum {
  public:
   GradientSum() = default;
   GradientSum(
-      const Tensor& gradient, int64_t axis, bool outer, bool one_term, int64_t width, const MlpPrecision& precision,
-      Workspace& workspace)
+      const Tensor& gradient, int64_t axis, bool outer, bool one_term, int64_t width,
+      const MlpPrecision& precision, Workspace& workspace)
       : gradient_(gradient), axis_(axis) {
     const bool direct = gradient.scalar_type() == precision.accumulate ||
-        (one_term && gradient.scalar_type() == precision.gemm);
+                        (one_term && gradient.scalar_type() == precision.gemm);
     if (direct) {
       whole_ = gradient;
     } else if (outer) {
@@ -39,7 +41,8 @@ class GradientSum {
 
   Tensor tile(int64_t start, int64_t width) const {
     if (whole_.defined()) return whole_.narrow(axis_, start, width);
-    return axis_ == 0 ? matrix(chunk_, width, gradient_.size(1)) : matrix(chunk_, gradient_.size(0), width);
+    return axis_ == 0 ? matrix(chunk_, width, gradient_.size(1))
+                      : matrix(chunk_, gradient_.size(0), width);
   }
   void finish_chunk(int64_t start, int64_t width) const {
     if (chunk_.defined()) gradient_.narrow(axis_, start, width).copy_(tile(start, width));
@@ -56,12 +59,14 @@ class GradientSum {
 class BackwardPass {
  public:
   BackwardPass(
-      const Tensor& dy, const Tensor& x, const MlpLayer& layer, const Tensor& up, const Tensor& gate,
-      const Tensor& seed, const MlpOptions& options, const MlpGradientMask& wanted)
+      const Tensor& dy, const Tensor& x, const MlpLayer& layer, const Tensor& up,
+      const Tensor& gate, const Tensor& seed, const MlpOptions& options,
+      const MlpGradientMask& wanted)
       : layer_(layer),
         options_(options),
         wanted_(wanted),
-        pre_wanted_(wanted[kDx] || wanted[kDwUp] || wanted[kDbUp] || wanted[kDwGate] || wanted[kDbGate]),
+        pre_wanted_(
+            wanted[kDx] || wanted[kDwUp] || wanted[kDbUp] || wanted[kDwGate] || wanted[kDbGate]),
         sizes_(mlp_sizes(x, layer)),
         precision_(mlp_precision(options.compute_dtype, options.backend, x.is_cpu())),
         x_(as_rows(x)),
@@ -70,12 +75,13 @@ class BackwardPass {
         gate_(gate),
         packing_{
             x_.scalar_type() != precision_.gemm || !has_dense_rows(x_),
-            dy_.scalar_type() != precision_.gemm || !has_dense_rows(dy_), !dense_weights(layer, precision_.gemm)},
+            dy_.scalar_type() != precision_.gemm || !has_dense_rows(dy_),
+            !dense_weights(layer, precision_.gemm)},
         plan_(plan_tiles(
             sizes_.rows, sizes_.hidden_features, backward_by_features(sizes_),
             backward_cost(
-                sizes_, precision_, packing_, options.backend, options.dropout_p > 0, x.scalar_type(),
-                layer.w_up.scalar_type()),
+                sizes_, precision_, packing_, options.backend, options.dropout_p > 0,
+                x.scalar_type(), layer.w_up.scalar_type()),
             options.workspace)),
         workspace_(plan_.bytes, x.device()),
         weights_(layer, sizes_, packing_.weights, plan_.features, precision_.gemm, workspace_),
@@ -94,13 +100,16 @@ class BackwardPass {
     } else {
       over_rows([&](int64_t m0, int64_t rows) {
         const RowsTile inputs = rows_tile(m0, rows);
-        over_features([&](int64_t f0, int64_t features) { tile(inputs, m0, f0, weights_.tile(f0, features)); });
+        over_features([&](int64_t f0, int64_t features) {
+          tile(inputs, m0, f0, weights_.tile(f0, features));
+        });
         dx_.finish_chunk(m0, rows);
       });
     }
     for (const GradientSum& sum : {dx_, dw_up_, dw_gate_, dw_down_}) sum.finish();
     for (const MlpGradient bias : {kDbUp, kDbGate, kDbDown})
-      if (wanted_[bias] && !bias_sums_[bias].is_same(gradients_[bias])) gradients_[bias].copy_(bias_sums_[bias]);
+      if (wanted_[bias] && !bias_sums_[bias].is_same(gradients_[bias]))
+        gradients_[bias].copy_(bias_sums_[bias]);
     return gradients_;
   }
 
@@ -111,7 +120,8 @@ class BackwardPass {
 
   template <class Body>
   void over_rows(const Body& body) const {
-    for (int64_t m0 = 0; m0 < sizes_.rows; m0 += plan_.rows) body(m0, std::min(plan_.rows, sizes_.rows - m0));
+    for (int64_t m0 = 0; m0 < sizes_.rows; m0 += plan_.rows)
+      body(m0, std::min(plan_.rows, sizes_.rows - m0));
   }
   template <class Body>
   void over_features(const Body& body) const {
@@ -127,13 +137,14 @@ class BackwardPass {
     };
     const auto bias_like = [&](MlpGradient which, const OptionalTensor& bias) {
       Tensor& sum = bias_sums_[which];
-      sum = at::zeros({wanted_[which] ? bias->size(0) : 0}, x.options().dtype(precision_.accumulate));
+      sum =
+          at::zeros({wanted_[which] ? bias->size(0) : 0}, x.options().dtype(precision_.accumulate));
       if (!wanted_[which]) return at::empty({0}, bias.value_or(x).options());
       return bias->scalar_type() == precision_.accumulate ? sum : at::empty_like(*bias);
     };
     // x may overlap itself or skip memory; its gradient is dense.
     gradients_[kDx] = !wanted_[kDx] ? at::empty({0}, x.options())
-        : no_tiles                  ? at::zeros(x.sizes(), x.options())
+                      : no_tiles    ? at::zeros(x.sizes(), x.options())
                                     : at::empty(x.sizes(), x.options());
     gradients_[kDwUp] = like(kDwUp, layer_.w_up);
     gradients_[kDwDown] = like(kDwDown, layer_.w_down);
@@ -160,13 +171,15 @@ class BackwardPass {
     const auto sum = [&](MlpGradient which, int64_t axis) {
       if (!wanted_[which]) return GradientSum();
       const bool by_rows = which == kDx;
-      const Tensor gradient = by_rows ? gradients_[which].view({sizes_.rows, sizes_.d_in}) : gradients_[which];
+      const Tensor gradient =
+          by_rows ? gradients_[which].view({sizes_.rows, sizes_.d_in}) : gradients_[which];
       // Gated layers add two products to each tile of dx.
       const bool one_term = by_rows ? plan_.features >= sizes_.hidden_features && !sizes_.gated
                                     : plan_.rows >= sizes_.rows;
       const bool outer = by_rows != plan_.by_features;
       return GradientSum(
-          gradient, axis, outer, one_term, by_rows ? plan_.rows : plan_.features, precision_, workspace_);
+          gradient, axis, outer, one_term, by_rows ? plan_.rows : plan_.features, precision_,
+          workspace_);
     };
     dx_ = sum(kDx, 0);
     dw_up_ = sum(kDwUp, 0);
@@ -174,10 +187,12 @@ class BackwardPass {
     dw_down_ = sum(kDwDown, 1);
   }
 
-  // The token rows as the GEMMs want them. Packed once where the same rows serve several tiles in a row.
+  // The token rows as the GEMMs want them. Packed once where the same rows serve several tiles in a
+  // row.
   RowsTile rows_tile(int64_t m0, int64_t rows) {
     if (m0 != packed_row0_) {
-      rows_ = {packed(x_.narrow(0, m0, rows), packed_x_), packed(dy_.narrow(0, m0, rows), packed_dy_)};
+      rows_ = {
+          packed(x_.narrow(0, m0, rows), packed_x_), packed(dy_.narrow(0, m0, rows), packed_dy_)};
       packed_row0_ = m0;
     }
     return rows_;
@@ -185,17 +200,21 @@ class BackwardPass {
 
   void tile(const RowsTile& inputs, int64_t m0, int64_t f0, const MlpLayer& weights) {
     const int64_t rows = inputs.x.size(0), features = weights.w_up.size(0);
-    if (wanted_[kDbDown] && f0 == 0) calls::column_sums(options_.backend, inputs.dy, bias_sums_[kDbDown]);
+    if (wanted_[kDbDown] && f0 == 0)
+      calls::column_sums(options_.backend, inputs.dy, bias_sums_[kDbDown]);
     if (!pre_wanted_ && !wanted_[kDwDown]) return;
     const MlpBuffers made = stage1(inputs, m0, f0, weights);
     const bool first_rows = m0 == 0, first_features = f0 == 0;
     if (wanted_[kDwDown])
       add_product(dw_down_.tile(f0, features), inputs.dy.t(), made.hidden, first_rows, product_);
-    if (wanted_[kDwUp]) add_product(dw_up_.tile(f0, features), made.dup.t(), inputs.x, first_rows, product_);
-    if (wanted_[kDwGate]) add_product(dw_gate_.tile(f0, features), made.dgate.t(), inputs.x, first_rows, product_);
+    if (wanted_[kDwUp])
+      add_product(dw_up_.tile(f0, features), made.dup.t(), inputs.x, first_rows, product_);
+    if (wanted_[kDwGate])
+      add_product(dw_gate_.tile(f0, features), made.dgate.t(), inputs.x, first_rows, product_);
     if (!wanted_[kDx]) return;
     add_product(dx_.tile(m0, rows), made.dup, weights.w_up, first_features, product_);
-    if (sizes_.gated) add_product(dx_.tile(m0, rows), made.dgate, *weights.w_gate, /*first=*/false, product_);
+    if (sizes_.gated)
+      add_product(dx_.tile(m0, rows), made.dgate, *weights.w_gate, /*first=*/false, product_);
   }
 
   MlpBuffers stage1(const RowsTile& inputs, int64_t m0, int64_t f0, const MlpLayer& weights) {
@@ -211,8 +230,8 @@ class BackwardPass {
     tile_.feature0 = f0;
     calls::mlp_bwd_chunk(
         options_.backend, inputs.x, inputs.dy, weights, tile_,
-        {residual_tile(up_, m0, rows, f0, features), residual_tile(gate_, m0, rows, f0, features)}, buffers,
-        bias_tile(kDbUp), bias_tile(kDbGate));
+        {residual_tile(up_, m0, rows, f0, features), residual_tile(gate_, m0, rows, f0, features)},
+        buffers, bias_tile(kDbUp), bias_tile(kDbGate));
     return buffers;
   }
 
@@ -246,12 +265,15 @@ MlpGradients mlp_bwd(
   TORCH_CHECK_VALUE(
       dy.dim() == x.dim() && dy.sizes().slice(0, dy.dim() - 1) == x.sizes().slice(0, x.dim() - 1) &&
           dy.size(-1) == layer.w_down.size(0),
-      "mlp_bwd: dy is ", dy.sizes(), ", expected the shape of y, ", x.sizes(), " with ", layer.w_down.size(0), " last");
+      "mlp_bwd: dy is ", dy.sizes(), ", expected the shape of y, ", x.sizes(), " with ",
+      layer.w_down.size(0), " last");
   for (const Tensor& residual : {up, gate})
     TORCH_CHECK_VALUE(
-        residual.dim() == 2 && residual.size(1) <= layer.w_up.size(0) && residual.scalar_type() == options.compute_dtype &&
+        residual.dim() == 2 && residual.size(1) <= layer.w_up.size(0) &&
+            residual.scalar_type() == options.compute_dtype &&
             (residual.size(1) == 0 || residual.size(0) == row_count(x)),
-        "mlp_bwd: residuals are [M, 0..F] in the compute dtype, got ", residual.sizes(), " of ", residual.scalar_type());
+        "mlp_bwd: residuals are [M, 0..F] in the compute dtype, got ", residual.sizes(), " of ",
+        residual.scalar_type());
   const BelowAutocast guard;
   return BackwardPass(dy, x, layer, up, gate, seed, options, wanted).run();
 }

@@ -1,4 +1,5 @@
-// Forward, streamed over token chunks: a chunk's hidden values live in the workspace and its rows of y are final.
+// Forward, streamed over token chunks: a chunk's hidden values live in the workspace and its rows
+// of y are final.
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -17,7 +18,8 @@ namespace {
 class ForwardPass {
  public:
   ForwardPass(
-      const Tensor& x, const MlpLayer& layer, const Tensor& seed, const MlpOptions& options, const MlpKeep& keep)
+      const Tensor& x, const MlpLayer& layer, const Tensor& seed, const MlpOptions& options,
+      const MlpKeep& keep)
       : layer_(layer),
         options_(options),
         sizes_(mlp_sizes(x, layer)),
@@ -28,7 +30,8 @@ class ForwardPass {
             !dense_weights(layer, precision_.gemm)},
         plan_(plan_tiles(
             sizes_.rows, sizes_.hidden_features, /*by_features=*/false,
-            forward_cost(sizes_, precision_, packing_, options.backend, options.dropout_p > 0), options.workspace)),
+            forward_cost(sizes_, precision_, packing_, options.backend, options.dropout_p > 0),
+            options.workspace)),
         workspace_(plan_.bytes, x.device()),
         weights_(layer, sizes_, packing_.weights, plan_.features, precision_.gemm, workspace_),
         tile_{seed, options.activation, options.dropout_p, 0, 0, sizes_.hidden_features} {
@@ -54,9 +57,12 @@ class ForwardPass {
     hidden_ = workspace_.take(elements, precision_.gemm);
     if (sizes_.gated) scratch_ = workspace_.take(elements, precision_.gemm);
     if (packing_.x) packed_x_ = workspace_.take(plan_.rows * sizes_.d_in, precision_.gemm);
-    // y itself holds the sum over feature chunks where it is as wide as a sum must be, or where there is one term.
+    // y itself holds the sum over feature chunks where it is as wide as a sum must be, or where
+    // there is one term.
     const bool one_term = plan_.features >= sizes_.hidden_features;
-    if (precision_.compute == precision_.accumulate || (one_term && precision_.compute == precision_.gemm)) return;
+    if (precision_.compute == precision_.accumulate ||
+        (one_term && precision_.compute == precision_.gemm))
+      return;
     y_sum_ = workspace_.take(plan_.rows * sizes_.d_out, precision_.accumulate);
     if (precision_.gemm != precision_.accumulate)
       product_ = workspace_.take(plan_.rows * sizes_.d_out, precision_.gemm);
@@ -117,10 +123,13 @@ class ForwardPass {
 }  // namespace
 
 MlpForward mlp_fwd(
-    const Tensor& x, const MlpLayer& layer, const Tensor& seed, const MlpOptions& options, const MlpKeep& keep) {
+    const Tensor& x, const MlpLayer& layer, const Tensor& seed, const MlpOptions& options,
+    const MlpKeep& keep) {
   check_mlp(x, layer, seed, options);
   const int64_t features = layer.w_up.size(0);
-  TORCH_CHECK_VALUE(keep.up >= 0 && keep.up <= features, "mlp: keep_up must be in 0..F = ", features, ", got ", keep.up);
+  TORCH_CHECK_VALUE(
+      keep.up >= 0 && keep.up <= features, "mlp: keep_up must be in 0..F = ", features, ", got ",
+      keep.up);
   TORCH_CHECK_VALUE(
       keep.gate >= 0 && keep.gate <= (layer.gated() ? features : 0),
       "mlp: keep_gate must be in 0..F of a gated layer and 0 otherwise, got ", keep.gate);

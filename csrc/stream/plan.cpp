@@ -11,7 +11,8 @@ constexpr int64_t kWide = 256;
 constexpr int64_t kWidthMultiples[] = {256, 8};
 // Buffers that a pass carves out of its workspace at the most; each may lose an alignment gap.
 constexpr int64_t kMaxBuffers = 16;
-// aten builds a dropout mask slab by slab with int64 temporaries of about this many bytes per mask element ...
+// aten builds a dropout mask slab by slab with int64 temporaries of about this many bytes per mask
+// element ...
 constexpr int64_t kAtenMaskBytes = 80;
 // ... for one slab of 1 / kAtenMaskSlabs of the tile (at least one row) at a time.
 constexpr int64_t kAtenMaskSlabs = 16;
@@ -22,10 +23,12 @@ int64_t size_of(at::ScalarType dtype) { return static_cast<int64_t>(c10::element
 
 bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
-// Without such units a half-precision GEMM on a CPU is 6 to 130 times slower than the same one in fp32.
+// Without such units a half-precision GEMM on a CPU is 6 to 130 times slower than the same one in
+// fp32.
 bool cpu_multiplies(at::ScalarType half) {
 #if defined(__x86_64__)
-  return half == at::kBFloat16 ? __builtin_cpu_supports("avx512bf16") : __builtin_cpu_supports("avx512fp16");
+  return half == at::kBFloat16 ? __builtin_cpu_supports("avx512bf16")
+                               : __builtin_cpu_supports("avx512fp16");
 #else
   return false;
 #endif
@@ -61,10 +64,11 @@ int64_t equal_chunks(int64_t full, int64_t widest) {
 
 int64_t TileCost::bytes(int64_t rows, int64_t features) const {
   return element * rows * features + row * rows + feature * features +
-      partial_sum * features * ceil_div(rows, kSumBlockRows) + kMaxBuffers * kWorkspaceAlignment;
+         partial_sum * features * ceil_div(rows, kSumBlockRows) + kMaxBuffers * kWorkspaceAlignment;
 }
 
-TilePlan plan_tiles(int64_t rows, int64_t features, bool by_features, const TileCost& cost, int64_t budget) {
+TilePlan plan_tiles(
+    int64_t rows, int64_t features, bool by_features, const TileCost& cost, int64_t budget) {
   const int64_t outer_full = by_features ? features : rows;
   int64_t inner = by_features ? rows : features;
   const auto widest_outer = [&] {
@@ -86,7 +90,8 @@ TilePlan plan_tiles(int64_t rows, int64_t features, bool by_features, const Tile
 MlpPrecision mlp_precision(at::ScalarType compute, const std::string& backend, bool on_cpu) {
   // `cpp` alone upcasts: `aten` stays the plain composition in the dtype asked for.
   const bool upcast = on_cpu && backend == "cpp" && is_half(compute) && !cpu_multiplies(compute);
-  return {compute, upcast ? at::kFloat : compute, compute == at::kDouble ? at::kDouble : at::kFloat};
+  return {
+      compute, upcast ? at::kFloat : compute, compute == at::kDouble ? at::kDouble : at::kFloat};
 }
 
 bool backward_by_features(const MlpSizes& sizes) {
@@ -94,8 +99,8 @@ bool backward_by_features(const MlpSizes& sizes) {
 }
 
 TileCost forward_cost(
-    const MlpSizes& sizes, const MlpPrecision& precision, const MlpPacking& packing, const std::string& backend,
-    bool dropout) {
+    const MlpSizes& sizes, const MlpPrecision& precision, const MlpPacking& packing,
+    const std::string& backend, bool dropout) {
   const int64_t gemm = size_of(precision.gemm), accumulate = size_of(precision.accumulate);
   TileCost cost;
   cost.element = gemm * (sizes.gated ? 2 : 1);
@@ -108,8 +113,8 @@ TileCost forward_cost(
 }
 
 TileCost backward_cost(
-    const MlpSizes& sizes, const MlpPrecision& precision, const MlpPacking& packing, const std::string& backend,
-    bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype) {
+    const MlpSizes& sizes, const MlpPrecision& precision, const MlpPacking& packing,
+    const std::string& backend, bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype) {
   const int64_t gemm = size_of(precision.gemm), accumulate = size_of(precision.accumulate);
   const int64_t per_feature = sizes.weight_elements_per_feature();
   const bool by_features = backward_by_features(sizes);
@@ -131,16 +136,16 @@ TileCost backward_cost(
 }
 
 std::vector<int64_t> mlp_plan(
-    int64_t rows, int64_t d_in, int64_t d_out, int64_t hidden_features, bool gated, bool backward, bool dropout,
-    at::ScalarType x_dtype, at::ScalarType weight_dtype, at::ScalarType compute_dtype, int64_t workspace,
-    std::string backend, std::string device) {
+    int64_t rows, int64_t d_in, int64_t d_out, int64_t hidden_features, bool gated, bool backward,
+    bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype, at::ScalarType compute_dtype,
+    int64_t workspace, std::string backend, std::string device) {
   const MlpSizes sizes{rows, d_in, d_out, hidden_features, gated};
   const MlpPrecision precision = mlp_precision(compute_dtype, backend, device == "cpu");
   const MlpPacking packing{
       x_dtype != precision.gemm, compute_dtype != precision.gemm, weight_dtype != precision.gemm};
-  const TileCost cost = backward
-      ? backward_cost(sizes, precision, packing, backend, dropout, x_dtype, weight_dtype)
-      : forward_cost(sizes, precision, packing, backend, dropout);
+  const TileCost cost =
+      backward ? backward_cost(sizes, precision, packing, backend, dropout, x_dtype, weight_dtype)
+               : forward_cost(sizes, precision, packing, backend, dropout);
   const TilePlan plan =
       plan_tiles(rows, hidden_features, backward && backward_by_features(sizes), cost, workspace);
   return {plan.by_features, plan.rows, plan.features, plan.bytes};

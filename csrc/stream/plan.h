@@ -1,5 +1,5 @@
-// How the streaming cuts [M, F] into tiles that fit the workspace. Decided from shapes, dtypes and the byte budget alone,
-// never from free memory: every rank and every replay must cut alike.
+// How the streaming cuts [M, F] into tiles that fit the workspace. Decided from shapes, dtypes and
+// the byte budget alone, never from free memory: every rank and every replay must cut alike.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,8 @@ struct TileCost {
   int64_t bytes(int64_t rows, int64_t features) const;
 };
 
-// Rows that one bias-gradient partial sum covers. Fixed, so that sums do not depend on the number of threads.
+// Rows that one bias-gradient partial sum covers. Fixed, so that sums do not depend on the number
+// of threads.
 constexpr int64_t kSumBlockRows = 128;
 // Start of every workspace buffer.
 constexpr int64_t kWorkspaceAlignment = 64;
@@ -32,21 +33,23 @@ struct TilePlan {
   int64_t bytes;
 };
 
-// The largest tile within `budget` bytes (one row by one feature where even that exceeds it): wide in both directions
-// before it is whole in one, and cut into equal chunks.
-TilePlan plan_tiles(int64_t rows, int64_t features, bool by_features, const TileCost& cost, int64_t budget);
+// The largest tile within `budget` bytes (one row by one feature where even that exceeds it): wide
+// in both directions before it is whole in one, and cut into equal chunks.
+TilePlan plan_tiles(
+    int64_t rows, int64_t features, bool by_features, const TileCost& cost, int64_t budget);
 
 struct MlpSizes {
-  int64_t rows;  // M
-  int64_t d_in;  // D
-  int64_t d_out;  // Do
+  int64_t rows;             // M
+  int64_t d_in;             // D
+  int64_t d_out;            // Do
   int64_t hidden_features;  // F
   bool gated;
 
   int64_t weight_elements_per_feature() const { return d_in * (gated ? 2 : 1) + d_out; }
 };
 
-// compute: what pre-activations and y round to. gemm: dtype of the library GEMMs. accumulate: dtype of sums over tiles.
+// compute: what pre-activations and y round to. gemm: dtype of the library GEMMs. accumulate: dtype
+// of sums over tiles.
 struct MlpPrecision {
   at::ScalarType compute;
   at::ScalarType gemm;
@@ -61,18 +64,20 @@ struct MlpPacking {
   bool weights;
 };
 
-// Feature chunks iff the fp32 dx [M, D] is smaller than the fp32 dW that token chunks would accumulate.
+// Feature chunks iff the fp32 dx [M, D] is smaller than the fp32 dW that token chunks would
+// accumulate.
 bool backward_by_features(const MlpSizes&);
 TileCost forward_cost(
-    const MlpSizes&, const MlpPrecision&, const MlpPacking&, const std::string& backend, bool dropout);
+    const MlpSizes&, const MlpPrecision&, const MlpPacking&, const std::string& backend,
+    bool dropout);
 TileCost backward_cost(
-    const MlpSizes&, const MlpPrecision&, const MlpPacking&, const std::string& backend, bool dropout,
-    at::ScalarType x_dtype, at::ScalarType weight_dtype);
+    const MlpSizes&, const MlpPrecision&, const MlpPacking&, const std::string& backend,
+    bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype);
 
 // The op `mlp_plan`: {axis, rows, features, bytes} for operands that lie densely in memory.
 std::vector<int64_t> mlp_plan(
-    int64_t rows, int64_t d_in, int64_t d_out, int64_t hidden_features, bool gated, bool backward, bool dropout,
-    at::ScalarType x_dtype, at::ScalarType weight_dtype, at::ScalarType compute_dtype, int64_t workspace,
-    std::string backend, std::string device);
+    int64_t rows, int64_t d_in, int64_t d_out, int64_t hidden_features, bool gated, bool backward,
+    bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype, at::ScalarType compute_dtype,
+    int64_t workspace, std::string backend, std::string device);
 
 }  // namespace fused_remat

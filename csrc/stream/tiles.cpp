@@ -25,7 +25,9 @@ Tensor matrix(const Tensor& flat, int64_t rows, int64_t cols) {
   return flat.narrow(0, 0, rows * cols).view({rows, cols});
 }
 
-int64_t row_count(const Tensor& x) { return c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)); }
+int64_t row_count(const Tensor& x) {
+  return c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
+}
 
 Tensor as_rows(const Tensor& x) { return x.reshape({row_count(x), x.size(-1)}); }
 
@@ -33,7 +35,9 @@ bool has_dense_rows(const Tensor& m) {
   return (m.stride(1) == 1 || m.size(1) == 1) && m.stride(0) >= std::max<int64_t>(1, m.size(1));
 }
 
-bool is_dense_weight(const Tensor& weight) { return has_dense_rows(weight) || has_dense_rows(weight.t()); }
+bool is_dense_weight(const Tensor& weight) {
+  return has_dense_rows(weight) || has_dense_rows(weight.t());
+}
 
 Tensor packed(const Tensor& tile, const Tensor& flat) {
   if (!flat.defined()) return tile;
@@ -42,7 +46,8 @@ Tensor packed(const Tensor& tile, const Tensor& flat) {
   return copy;
 }
 
-Tensor residual_tile(const Tensor& residual, int64_t row0, int64_t rows, int64_t feature0, int64_t features) {
+Tensor residual_tile(
+    const Tensor& residual, int64_t row0, int64_t rows, int64_t feature0, int64_t features) {
   const int64_t kept = std::clamp<int64_t>(residual.size(1) - feature0, 0, features);
   if (kept == 0) return at::empty({rows, 0}, residual.options());
   return residual.narrow(0, row0, rows).narrow(1, feature0, kept);
@@ -71,7 +76,8 @@ MlpLayer WeightTiles::tile(int64_t feature0, int64_t features) const {
   return tile;
 }
 
-void add_product(const Tensor& out, const Tensor& a, const Tensor& b, bool first, const Tensor& flat_product) {
+void add_product(
+    const Tensor& out, const Tensor& a, const Tensor& b, bool first, const Tensor& flat_product) {
   Tensor sum = out;
   if (out.scalar_type() == a.scalar_type()) {
     first ? at::mm_out(sum, a, b) : at::addmm_out(sum, sum, a, b);
@@ -83,7 +89,8 @@ void add_product(const Tensor& out, const Tensor& a, const Tensor& b, bool first
 }
 
 MlpSizes mlp_sizes(const Tensor& x, const MlpLayer& layer) {
-  return {row_count(x), layer.w_up.size(1), layer.w_down.size(0), layer.w_up.size(0), layer.gated()};
+  return {
+      row_count(x), layer.w_up.size(1), layer.w_down.size(0), layer.w_up.size(0), layer.gated()};
 }
 
 bool dense_weights(const MlpLayer& layer, at::ScalarType gemm) {
@@ -91,25 +98,33 @@ bool dense_weights(const MlpLayer& layer, at::ScalarType gemm) {
   return fits(layer.w_up) && fits(layer.w_down) && (!layer.gated() || fits(*layer.w_gate));
 }
 
-void check_mlp(const Tensor& x, const MlpLayer& layer, const Tensor& seed, const MlpOptions& options) {
+void check_mlp(
+    const Tensor& x, const MlpLayer& layer, const Tensor& seed, const MlpOptions& options) {
   TORCH_CHECK_VALUE(x.dim() >= 1, "mlp: x must have at least 1 dim, got ", x.dim());
   TORCH_CHECK_VALUE(layer.w_up.dim() == 2, "mlp: w_up must be [F, D], got ", layer.w_up.sizes());
-  TORCH_CHECK_VALUE(layer.w_down.dim() == 2, "mlp: w_down must be [D_out, F], got ", layer.w_down.sizes());
+  TORCH_CHECK_VALUE(
+      layer.w_down.dim() == 2, "mlp: w_down must be [D_out, F], got ", layer.w_down.sizes());
   const int64_t f = layer.w_up.size(0), d = layer.w_up.size(1);
-  TORCH_CHECK_VALUE(x.size(-1) == d, "mlp: x has ", x.size(-1), " features, w_up [F, D] takes D = ", d);
-  TORCH_CHECK_VALUE(layer.w_down.size(1) == f, "mlp: w_down has ", layer.w_down.size(1), " columns, expected F = ", f);
+  TORCH_CHECK_VALUE(
+      x.size(-1) == d, "mlp: x has ", x.size(-1), " features, w_up [F, D] takes D = ", d);
+  TORCH_CHECK_VALUE(
+      layer.w_down.size(1) == f, "mlp: w_down has ", layer.w_down.size(1),
+      " columns, expected F = ", f);
   if (layer.gated())
     TORCH_CHECK_VALUE(
-        layer.w_gate->sizes() == layer.w_up.sizes(), "mlp: w_gate is ", layer.w_gate->sizes(), ", expected ",
-        layer.w_up.sizes(), " like w_up");
+        layer.w_gate->sizes() == layer.w_up.sizes(), "mlp: w_gate is ", layer.w_gate->sizes(),
+        ", expected ", layer.w_up.sizes(), " like w_up");
   TORCH_CHECK_VALUE(
-      options.dropout_p >= 0.0 && options.dropout_p < 1.0, "mlp: dropout_p must be in [0, 1), got ", options.dropout_p);
+      options.dropout_p >= 0.0 && options.dropout_p < 1.0, "mlp: dropout_p must be in [0, 1), got ",
+      options.dropout_p);
   TORCH_CHECK_VALUE(
       options.dropout_p == 0.0 || (seed.numel() == 1 && seed.scalar_type() == at::kLong),
-      "mlp: dropout needs an int64 seed of 1 element, got ", seed.numel(), " elements of ", seed.scalar_type());
+      "mlp: dropout needs an int64 seed of 1 element, got ", seed.numel(), " elements of ",
+      seed.scalar_type());
   const auto check_bias = [&](const OptionalTensor& b, const char* name, int64_t size) {
     TORCH_CHECK_VALUE(
-        !b || (b->dim() == 1 && b->size(0) == size), "mlp: ", name, " must be [", size, "], got ", b ? b->sizes() : at::IntArrayRef{});
+        !b || (b->dim() == 1 && b->size(0) == size), "mlp: ", name, " must be [", size, "], got ",
+        b ? b->sizes() : at::IntArrayRef{});
   };
   check_bias(layer.b_up, "b_up", f);
   check_bias(layer.b_gate, "b_gate", f);

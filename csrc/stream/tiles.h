@@ -1,4 +1,5 @@
-// What the streaming passes share: the workspace, operands of a tile, and sums of products over tiles.
+// What the streaming passes share: the workspace, operands of a tile, and sums of products over
+// tiles.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +10,8 @@
 
 namespace fused_remat {
 
-// What forward captured decides the dtypes: an autocast region around backward must not cast anything.
+// What forward captured decides the dtypes: an autocast region around backward must not cast
+// anything.
 struct BelowAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
@@ -31,10 +33,12 @@ at::Tensor matrix(const at::Tensor& flat, int64_t rows, int64_t cols);
 
 // M of x [..., D].
 int64_t row_count(const at::Tensor& x);
-// x [..., D] as [M, D]: a view where the strides allow one, else a copy (an x whose leading dims do not collapse).
+// x [..., D] as [M, D]: a view where the strides allow one, else a copy (an x whose leading dims do
+// not collapse).
 at::Tensor as_rows(const at::Tensor& x);
 
-// Whether a GEMM and the tile ops take the matrix as it lies: last dim dense (or, for a weight, either dim).
+// Whether a GEMM and the tile ops take the matrix as it lies: last dim dense (or, for a weight,
+// either dim).
 bool has_dense_rows(const at::Tensor& matrix);
 bool is_dense_weight(const at::Tensor& weight);
 
@@ -48,8 +52,9 @@ at::Tensor residual_tile(
 // The weights of the features [feature0, feature0 + features), packed where buffers are given.
 class WeightTiles {
  public:
-  WeightTiles(const MlpLayer& layer, const MlpSizes& sizes, bool pack, int64_t features, at::ScalarType gemm,
-              Workspace& workspace);
+  WeightTiles(
+      const MlpLayer& layer, const MlpSizes& sizes, bool pack, int64_t features,
+      at::ScalarType gemm, Workspace& workspace);
   MlpLayer tile(int64_t feature0, int64_t features) const;
 
  private:
@@ -59,7 +64,8 @@ class WeightTiles {
 
 // out = a b, or out += a b; where `out` has another dtype than a, through `flat_product`.
 void add_product(
-    const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool first, const at::Tensor& flat_product);
+    const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool first,
+    const at::Tensor& flat_product);
 
 MlpSizes mlp_sizes(const at::Tensor& x, const MlpLayer&);
 bool dense_weights(const MlpLayer&, at::ScalarType gemm);
