@@ -41,7 +41,7 @@ def page(results: Sequence[ModelResult], settings: Settings) -> str:
         f"<title>fused-remat compare</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         "<h1>The same training, three ways</h1>\n"
         f"<dl>{kinds}</dl>\n"
-        f'<p class="quiet">{escape(settings.device_name)}, {settings.threads} threads, seed {settings.seed}; '
+        f'<p class="quiet">{escape(settings.device_name)}, {settings.threads} CPU threads, seed {settings.seed}; '
         f"{escape(versions)}</p>\n{''.join(_section(result) for result in results)}</body>\n</html>\n"
     )
 
@@ -60,9 +60,10 @@ def _picture(result: ModelResult) -> str:
         for v in result.variants.values()
     )
     alt = escape(f"Loss curves and memory over one step. {kept}.", quote=True)
+    light, dark = (_data_uri(draw(result, theme, heading=False)) for theme in (LIGHT, DARK))
     return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{_data_uri(draw(result, DARK))}">'
-        f'<img src="{_data_uri(draw(result, LIGHT))}" alt="{alt}"></picture>\n'
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+        f'<img src="{light}" alt="{alt}"></picture>\n'
     )
 
 

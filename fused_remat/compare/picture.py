@@ -40,11 +40,12 @@ _DPI = 150
 _SMALLEST_DIFFERENCE = 1e-8
 
 
-def draw(result: ModelResult, theme: Theme = LIGHT) -> bytes:
-    """The picture as PNG, 1650 x 810 pixels."""
+def draw(result: ModelResult, theme: Theme = LIGHT, *, heading: bool = True) -> bytes:
+    """The picture as PNG, 1650 x 810 pixels; `heading` puts the model's title on top."""
     with _style(theme):
         figure = Figure(figsize=_INCHES, layout="constrained")
-        figure.suptitle(result.title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
+        if heading:
+            figure.suptitle(result.title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
         left, right = figure.subfigures(1, 2, width_ratios=(1, 1.15))
         losses, apart = left.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
         _draw_losses(losses, result, theme)
