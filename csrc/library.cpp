@@ -1,6 +1,5 @@
 // Every schema of the library in one place, and which function implements it.
 #include <ATen/autocast_mode.h>
-#include <Python.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -255,9 +254,3 @@ TORCH_LIBRARY_IMPL(fused_remat, AutocastCPU, m) { m.impl("mlp", mlp_autocast<at:
 TORCH_LIBRARY_IMPL(fused_remat, AutocastCUDA, m) { m.impl("mlp", mlp_autocast<at::kCUDA>); }
 
 }  // namespace fused_remat
-
-// An empty module: importing it runs the registrations above.
-extern "C" PyObject* PyInit__C() {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
-  return PyModule_Create(&module);
-}

@@ -165,10 +165,9 @@ def test_transposed_and_strided_weights(backend):
     dy = torch.randn(5, 6, dtype=torch.float64)
     truth = cases.gradients(truth_y, given, dy)
     for layout in (lambda w: w.t().contiguous().t(), lambda w: torch.cat([w, w], 1)[:, : w.shape[1]]):
-        laid = {
-            n: (layout(v.detach()) if v.dim() == 2 and n != "x" else v.detach()).requires_grad_()
-            for n, v in given.items()
-        }
+        laid = {name: layout(v.detach()) if name.startswith("w_") else v.detach() for name, v in given.items()}
+        laid |= {name: v.repeat_interleave(3)[::3] for name, v in laid.items() if name.startswith("b_")}
+        laid = {name: v.requires_grad_() for name, v in laid.items()}
         y = cases.run(laid, backend=backend, workspace=2000)
         torch.testing.assert_close(y, truth_y, rtol=1e-12, atol=1e-12)
         assert_same(cases.gradients(y, laid, dy), truth, 1e-12)

@@ -14,9 +14,10 @@ from fused_remat import reference
 
 pytestmark = [
     pytest.mark.skipif(cases.needs_extension is not None, reason=str(cases.needs_extension)),
-    # torch's own tracing does both.
+    # torch's own tracing does all of this.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
 ]
 LAYERS = pytest.mark.parametrize("cls", (fused_remat.MLP, fused_remat.GatedMLP))
 

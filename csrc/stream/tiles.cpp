@@ -65,7 +65,7 @@ WeightTiles::WeightTiles(
 
 MlpLayer WeightTiles::tile(int64_t feature0, int64_t features) const {
   const auto bias = [&](const OptionalTensor& b) -> OptionalTensor {
-    return b ? OptionalTensor(b->narrow(0, feature0, features)) : std::nullopt;
+    return b ? OptionalTensor(b->narrow(0, feature0, features).contiguous()) : std::nullopt;
   };
   MlpLayer tile;
   tile.w_up = packed(layer_.w_up.narrow(0, feature0, features), w_up_);
