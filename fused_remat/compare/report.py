@@ -73,8 +73,7 @@ def notes(result: ModelResult) -> list[str]:
         "A redone GEMM is one MLP matrix product (2 M D F FLOP) beyond stock's, from the profiler's shapes; products "
         "that run in pieces count once.",
         f"Time is that of whole optimizer steps, the variants taking turns step by step; stock's median is "
-        f"{result.step_seconds('stock'):.3f} s. Dropout is 0, so that losses differ by rounding alone; the difference "
-        "grows along the way as any rounding error does in training.",
+        f"{result.step_seconds('stock'):.3f} s. Dropout is 0, so that losses differ by rounding alone.",
     ]
 
 
