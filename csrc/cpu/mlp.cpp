@@ -18,10 +18,6 @@ using at::Tensor;
 
 namespace {
 
-// A task is kSumBlockRows by kBlockCols elements: enough work for a thread, and fixed, so that sums
-// are too.
-constexpr int64_t kBlockCols = 512;
-
 const Kernels& kernels() {
   static const Kernels& chosen = []() -> const Kernels& {
 #if defined(__x86_64__)
@@ -110,6 +106,8 @@ TileArgs tile_args(
 
 // body(block, index of its row block) over all blocks of [rows, cols], in parallel.
 template <class Body>
+// A block is kSumBlockRows by kBlockCols elements: work for a thread, and fixed, so that sums are
+// too.
 void parallel_blocks(int64_t rows, int64_t cols, const Body& body) {
   const int64_t row_blocks = (rows + kSumBlockRows - 1) / kSumBlockRows;
   const int64_t col_blocks = (cols + kBlockCols - 1) / kBlockCols;
@@ -125,7 +123,8 @@ void parallel_blocks(int64_t rows, int64_t cols, const Body& body) {
   });
 }
 
-// One row of partial sums per row block; `fold` adds them to the result in row order.
+// One row of partial sums per row block; `fold` adds them up pairwise, which rounds with the
+// logarithm of their number, and then to the result.
 class PartialSums {
  public:
   PartialSums(const Tensor& out, int64_t rows) : out_(out) {
@@ -140,7 +139,11 @@ class PartialSums {
   }
   void fold() {
     if (!partial_.defined()) return;
-    for (int64_t r = 0; r < partial_.size(0); ++r) out_.add_(partial_.select(0, r));
+    const int64_t n = partial_.size(0);
+    for (int64_t step = 1; step < n; step *= 2)
+      for (int64_t r = 0; r + step < n; r += 2 * step)
+        partial_.select(0, r).add_(partial_.select(0, r + step));
+    if (n > 0) out_.add_(partial_.select(0, 0));
   }
 
  private:

@@ -45,6 +45,9 @@ using BackwardBlock = void (*)(const TileArgs&, const Block&, void* db_up, void*
 // Adds the block's column sums of `a` to `sums`, likewise.
 using ColumnSumsBlock = void (*)(const Matrix& a, Storage, const Block&, void* sums);
 
+// Widest block.
+constexpr int64_t kBlockCols = 512;
+
 constexpr int kActivations = 10;
 struct Kernels {
   ForwardBlock forward[kActivations][2];  // [activation][in double]

@@ -204,6 +204,28 @@ void forward_block(const TileArgs& t, const Block& block) {
   }
 }
 
+// Column sums of a block, a few rows at a time: one long chain of additions would lose digits.
+template <class T>
+class BlockSums {
+ public:
+  BlockSums(void* sums, const Block& block) : sums_(static_cast<T*>(sums)), block_(block) {}
+  void add_span(int64_t col, const T* values, int64_t n) {
+    if (sums_ != nullptr) add(group_ + (col - block_.col0), values, n);
+  }
+  void end_row(int64_t row) {
+    const bool full = (row + 1 - block_.row0) % kGroupRows == 0 || row + 1 == block_.row1;
+    if (sums_ == nullptr || !full) return;
+    add(sums_, group_, block_.col1 - block_.col0);
+    std::fill(group_, group_ + kBlockCols, T(0));
+  }
+
+ private:
+  static constexpr int64_t kGroupRows = 16;
+  T* sums_;
+  const Block& block_;
+  alignas(64) T group_[kBlockCols] = {};
+};
+
 // up, dhidden (and gate) -> hidden, dup (and dgate), each over its input's buffer.
 template <class Act, class T>
 inline void differentiate(T* up, T* gate, T* dhidden, bool gated, int64_t n) {
@@ -225,6 +247,7 @@ inline void differentiate(T* up, T* gate, T* dhidden, bool gated, int64_t n) {
 template <class Act, class T>
 void backward_block(const TileArgs& t, const Block& block, void* db_up, void* db_gate) {
   Buffer<T> up{}, gate{}, dhidden{}, scales{};
+  BlockSums<T> up_sums(db_up, block), gate_sums(db_gate, block);
   const bool gated = t.gate.data != nullptr, with_gradient = t.dup.data != nullptr;
   for (int64_t row = block.row0; row < block.row1; ++row) {
     for (int64_t col = block.col0; col < block.col1; col += kSpan) {
@@ -243,21 +266,25 @@ void backward_block(const TileArgs& t, const Block& block, void* db_up, void* db
       if (!with_gradient) continue;
       store(dhidden.data, t.dup, t.storage, row, col, n);
       if (gated) store(gate.data, t.gate, t.storage, row, col, n);
-      if (db_up != nullptr) add(static_cast<T*>(db_up) + (col - block.col0), dhidden.data, n);
-      if (db_gate != nullptr) add(static_cast<T*>(db_gate) + (col - block.col0), gate.data, n);
+      up_sums.add_span(col, dhidden.data, n);
+      gate_sums.add_span(col, gate.data, n);
     }
+    up_sums.end_row(row);
+    gate_sums.end_row(row);
   }
 }
 
 template <class T>
 void column_sums_block(const Matrix& a, Storage storage, const Block& block, void* sums) {
   Buffer<T> values;
+  BlockSums<T> block_sums(sums, block);
   for (int64_t row = block.row0; row < block.row1; ++row) {
     for (int64_t col = block.col0; col < block.col1; col += kSpan) {
       const int64_t n = std::min(kSpan, block.col1 - col);
       load(a, storage, row, col, n, values.data);
-      add(static_cast<T*>(sums) + (col - block.col0), values.data, n);
+      block_sums.add_span(col, values.data, n);
     }
+    block_sums.end_row(row);
   }
 }
 
