@@ -14,6 +14,15 @@ def seed() -> None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For what is too small to share: threads that wait for each other cost more than they help."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Every uninitialised buffer, those of C++ code included, holds NaN: what reads one before writing it shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)

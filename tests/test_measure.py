@@ -16,13 +16,7 @@ RNG_STATE = torch.get_rng_state().nbytes  # checkpointing keeps a copy of it
 X = torch.randn(M, D, requires_grad=True)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small layers on several threads take forever on a machine that is busy otherwise."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def block(nbytes: int) -> torch.Tensor:

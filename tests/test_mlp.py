@@ -14,7 +14,7 @@ import fused_remat
 from fused_remat.activations import ACTIVATIONS
 
 pytestmark = [
-    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.usefixtures("poisoned_memory", "one_thread"),
     pytest.mark.skipif(cases.needs_extension is not None, reason=str(cases.needs_extension)),
 ]
 GATED = pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))

@@ -13,6 +13,7 @@ import fused_remat
 from fused_remat import reference
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(cases.needs_extension is not None, reason=str(cases.needs_extension)),
     # torch's own tracing does all of this.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),

@@ -10,7 +10,7 @@ import fused_remat
 from fused_remat import reference
 
 pytestmark = [
-    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.usefixtures("poisoned_memory", "one_thread"),
     pytest.mark.skipif(cases.needs_extension is not None, reason=str(cases.needs_extension)),
 ]
 

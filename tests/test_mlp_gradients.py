@@ -14,7 +14,7 @@ from fused_remat.activations import ACTIVATIONS
 from fused_remat.measure import measure
 
 pytestmark = [
-    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.usefixtures("poisoned_memory", "one_thread"),
     pytest.mark.skipif(cases.needs_extension is not None, reason=str(cases.needs_extension)),
 ]
 
@@ -45,7 +45,10 @@ def _expected_tiles(given, workspace: int, backend: str, axis: str, width: int, 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradcheck(activation, gated, backend, axis, width):
     expected, runs = 0, []
-    for bias, keep, dropout_p in product((True, False), KEEPS[gated], (0.0, 0.3)):
+    grid = product((True, False), KEEPS[gated], (0.0, 0.3))
+    if backend == "aten":  # its own code alone; the rest of the grid is about the streaming above it
+        grid = ((True, (), 0.0), (True, 0.5, 0.0), (True, (), 0.3))
+    for bias, keep, dropout_p in grid:
         given = _operands(axis, gated, bias)
         workspace = cases.workspace_for(given, width, backend, dropout=dropout_p > 0)
         settings = {"activation": activation, "keep": keep, "dropout_p": dropout_p}
