@@ -371,7 +371,7 @@ def test_compare_refuses_a_file_as_folder(tmp_path):
     file = tmp_path / "taken"
     file.write_text("mine", encoding="utf-8")
     for out in (file, file / "below"):
-        run = CliRunner().invoke(app, ["--steps", "1", "--out", str(out)])
+        run = CliRunner().invoke(app, ["--model", "llama", "--steps", "1", "--out", str(out)])
         text = _plain(run.output)
         assert run.exit_code == 2 and "--out" in text and "choose another path" in text
     assert file.read_text(encoding="utf-8") == "mine"
@@ -385,7 +385,7 @@ def test_compare_says_when_there_is_no_gpu(monkeypatch, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("package", "model"), [("timm", "vit"), ("transformers", "llama"), ("matplotlib", "both")])
+@pytest.mark.parametrize(("package", "model"), [("timm", "vit"), ("transformers", "llama"), ("matplotlib", "llama")])
 def test_compare_names_the_extra_that_is_missing(package, model, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, package, None)
     run = CliRunner().invoke(app, ["--model", model, "--out", str(tmp_path / "out")])
