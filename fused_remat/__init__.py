@@ -5,11 +5,25 @@ from fused_remat.budget import workspace
 from fused_remat.convert import convert, revert
 from fused_remat.dispatch import backend
 from fused_remat.explanation import explain
-from fused_remat.functional import mlp
+from fused_remat.functional import attention, mlp, multi_head_attention
 from fused_remat.measure import measure
 from fused_remat.nn import MLP, GatedMLP
+from fused_remat.settings import Norm
 
 __version__ = "0.1.0"
-__all__ = ["MLP", "GatedMLP", "backend", "convert", "explain", "measure", "mlp", "revert", "workspace"]
+__all__ = [
+    "MLP",
+    "GatedMLP",
+    "Norm",
+    "attention",
+    "backend",
+    "convert",
+    "explain",
+    "measure",
+    "mlp",
+    "multi_head_attention",
+    "revert",
+    "workspace",
+]
 
 _extension.load_installed()

@@ -4,16 +4,21 @@ No tricks and no memory savings: everything is materialised. It runs on any devi
 often as one likes, and is what functorch transforms, forward-mode AD, tensor subclasses, complex dtypes and
 installs without the compiled extension use.
 
-Dims: `M` token rows, `D` model width, `F` hidden width.
+Dims: `M` token rows, `D` model width, `F` hidden width; `B` batch, `Lq`/`Lk` lengths, `H`/`Hk` query / key-value heads,
+`E` head width, `Ev` value width. Maths: docs/math.md.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fused_remat.activations import ACTIVATIONS
+from fused_remat.settings import Norm
 
 # Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, table 2 and section 3.3).
 _PHILOX_ROUNDS = 10
@@ -47,12 +52,35 @@ def philox_words(seed: Tensor, counter: Tensor) -> tuple[Tensor, Tensor, Tensor,
     return words[0], words[1], words[2], words[3]
 
 
-def dropout_mask(seed: Tensor, p: float, rows: int, features: int) -> Tensor:
-    """Bool [rows, features], True = kept; element (row, feature) by `seed` and `row * features + feature` alone."""
-    index = torch.arange(rows * features, dtype=torch.int64, device=seed.device)
+def dropout_mask(seed: Tensor, p: float, shape: Sequence[int]) -> Tensor:
+    """Bool of that shape, True = kept; each element by `seed` and its row-major linear index alone."""
+    index = torch.arange(math.prod(shape), dtype=torch.int64, device=seed.device)
     lanes = torch.stack(philox_words(seed, index >> 2), dim=-1)
     word = lanes.gather(-1, (index & 3).unsqueeze(-1)).squeeze(-1)
-    return (word >= round(p * 2**32)).view(rows, features)
+    return (word >= round(p * 2**32)).view(shape)
+
+
+def dropout(values: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    """`values` with dropped elements 0 and the others scaled by 1 / (1 - p); a seed is drawn where none is given."""
+    if p == 0.0:
+        return values
+    seed = draw_seed(values.device) if seed is None else seed
+    return torch.where(dropout_mask(seed, p, values.shape), values * (1.0 / (1.0 - p)), 0.0)
+
+
+def normalize(x: Tensor, norm: Norm | None) -> Tensor:
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of the last dim; x itself without a norm."""
+    if norm is None:
+        return x
+    if norm.kind == "layer_norm":
+        return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+    return _rms_norm(x, norm.weight, norm.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (scaled if weight is None else scaled * weight).to(x.dtype)
 
 
 def mlp(
@@ -64,16 +92,146 @@ def mlp(
     *,
     w_gate: Tensor | None = None,  # [F, D]
     b_gate: Tensor | None = None,  # [F]
+    norm: Norm | None = None,
     activation: str = "gelu",
     dropout_p: float = 0.0,
     seed: Tensor | None = None,  # int64 [1]; drawn here when dropout is on and none is given
 ) -> Tensor:
-    """`dropout(act(x w_up^T + b_up)) w_down^T + b_down`, or gated: `hidden = act(gate) * up`. Returns [..., D_out]."""
+    """`dropout(act(n w_up^T + b_up)) w_down^T + b_down` of `n = norm(x)`, or gated: `hidden = act(gate) * up`.
+
+    Returns [..., D_out].
+    """
     act = ACTIVATIONS[activation]
+    x = normalize(x, norm)
     up = F.linear(x, w_up, b_up)
     hidden = act(up) if w_gate is None else act(F.linear(x, w_gate, b_gate)) * up
-    if dropout_p > 0.0:
-        seed = draw_seed(x.device) if seed is None else seed
-        kept = dropout_mask(seed, dropout_p, hidden.shape[:-1].numel(), hidden.shape[-1]).view(hidden.shape)
-        hidden = torch.where(kept, hidden * (1.0 / (1.0 - dropout_p)), 0.0)
-    return F.linear(hidden, w_down, b_down)
+    return F.linear(dropout(hidden, dropout_p, seed), w_down, b_down)
+
+
+def visible(
+    length_q: int, length_k: int, causal: str | None, window: tuple[int | None, int | None], device: torch.device
+) -> Tensor | None:
+    """Bool [Lq, Lk], True where a query may see a key by position; None where it may see all of them.
+
+    Positions are compared in the corner that `causal` names ("top_left", also for None, or "bottom_right").
+    """
+    left, right = window
+    if causal is not None:
+        right = 0 if right is None else min(right, 0)
+    if left is None and right is None:
+        return None
+    shift = length_k - length_q if causal == "bottom_right" else 0
+    distance = torch.arange(length_k, device=device) - torch.arange(length_q, device=device).unsqueeze(1) - shift
+    seen = torch.ones(length_q, length_k, dtype=torch.bool, device=device)
+    if left is not None:
+        seen &= distance >= -left
+    if right is not None:
+        seen &= distance <= right
+    return seen
+
+
+def attention(
+    q: Tensor,  # [B, H, Lq, E]
+    k: Tensor,  # [B, Hk, Lk, E]
+    v: Tensor,  # [B, Hk, Lk, Ev]
+    *,
+    attn_mask: Tensor | None = None,  # 4-D, each dim 1 or that of [B, H, Lq, Lk]: bool, True = take part, or added
+    key_padding_mask: Tensor | None = None,  # [B, Lk], likewise
+    causal: str | None = None,  # "top_left" or "bottom_right"
+    window: tuple[int | None, int | None] = (None, None),
+    extra_keys: int = 0,  # this many last keys are beyond masks, causality and window: always visible
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    seed: Tensor | None = None,  # int64 [1]; drawn here when dropout is on and none is given
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax attention (Vaswani et al. 2017), key-value heads shared by groups of query heads (Ainslie et al. 2023).
+
+    Returns out [B, H, Lq, Ev]; lse [B, H, Lq], the log of the sum of exponentials, -inf for a row with nothing to
+    attend to; and the probabilities after dropout [B, H, Lq, Lk]. Half-precision inputs are computed in float32. A row
+    with nothing to attend to gives zeros, and zero gradients.
+    """
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    repeats = q.shape[1] // max(k.shape[1], 1)
+    q, k, v = q.to(wide), *(t.to(wide).repeat_interleave(repeats, dim=1) for t in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q @ k.transpose(-2, -1)) * scale
+    masked = k.shape[2] - extra_keys
+    seen = visible(q.shape[2], masked, causal, window, q.device)
+    for mask in (seen, attn_mask, None if key_padding_mask is None else key_padding_mask[:, None, None]):
+        if mask is None:
+            continue
+        if extra_keys:
+            mask = F.pad(mask.expand(*mask.shape[:-1], masked), (0, extra_keys), value=mask.dtype == torch.bool)
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
+    # Rows of -inf alone: their softmax and its gradient would be NaN, so they enter as zeros and leave as zeros.
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    lse = torch.where(empty.squeeze(-1), -math.inf, torch.logsumexp(scores.masked_fill(empty, 0.0), dim=-1))
+    probabilities = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
+    probabilities = dropout(probabilities, dropout_p, seed)
+    return (probabilities @ v).to(dtype), lse, probabilities.to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotary embedding (Su et al. 2021) of the first R features of x [B, H, L, E]; cos and sin are [1 or B, L, R].
+
+    `x cos + turned(x) sin`, where `turned` maps a pair (a, b) to (-b, a). Pairs are (i, i + R / 2), as in Llama, or
+    (2 i, 2 i + 1) where `interleaved`, as in GPT-J.
+    """
+    rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    if interleaved:
+        turned = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = rotated.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    return torch.cat((rotated * cos.unsqueeze(1) + turned * sin.unsqueeze(1), rest), dim=-1)
+
+
+def multi_head_attention(
+    query: Tensor,  # [B, Lq, Dq]
+    key: Tensor | None,  # [B, Lk, Dk]; None: the (normalised) query
+    value: Tensor | None,  # [B, Lk, Dv]; None: the key
+    weights: tuple[Tensor, Tensor, Tensor],  # of q [H E, Dq], k [Hk E, Dk], v [Hk Ev, Dv]
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    w_out: Tensor,  # [Do, H Ev]
+    b_out: Tensor | None,  # [Do]
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    bias_k: Tensor | None = None,  # [Hk E]: one more key, the same in every sample, after those of `key`
+    bias_v: Tensor | None = None,  # [Hk Ev]
+    add_zero_attn: bool = False,  # one more key and value of zeros, last
+    norm: Norm | None = None,
+    q_norm: Tensor | None = None,  # [E]: weight of an RMSNorm over each query head
+    k_norm: Tensor | None = None,  # [E]
+    qk_norm_eps: float = 1e-6,
+    rotary: tuple[Tensor, Tensor] | None = None,  # cos and sin, [1 or B, L, R]
+    rotary_interleaved: bool = False,
+    average_attn_weights: bool = True,
+    **attention_settings: object,  # masks, causal, window, dropout_p, scale, seed of `attention`
+) -> tuple[Tensor, Tensor]:
+    """Projections, attention and output projection; returns y [B, Lq, Do] and the attention weights after dropout.
+
+    The weights are [B, Lq, Lk + extra], averaged over heads, or [B, H, Lq, Lk + extra].
+    """
+    query = normalize(query, norm)
+    key = query if key is None else key
+    value = key if value is None else value
+    q, k, v = (
+        F.linear(x, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for x, weight, bias, heads in zip(
+            (query, key, value), weights, biases, (num_heads, num_kv_heads, num_kv_heads), strict=True
+        )
+    )
+    q, k = (t if n is None else _rms_norm(t, n, qk_norm_eps) for t, n in ((q, q_norm), (k, k_norm)))
+    if rotary is not None:
+        q, k = (rotate(t, *rotary, rotary_interleaved) for t in (q, k))
+    extra = []
+    if bias_k is not None:
+        extra.append(tuple(b.view(1, num_kv_heads, 1, -1).expand(k.shape[0], -1, -1, -1) for b in (bias_k, bias_v)))
+    if add_zero_attn:
+        extra.append(tuple(t.new_zeros(t.shape[0], t.shape[1], 1, t.shape[3]) for t in (k, v)))
+    for extra_k, extra_v in extra:
+        k, v = torch.cat((k, extra_k), dim=2), torch.cat((v, extra_v), dim=2)
+    out, _, probabilities = attention(q, k, v, extra_keys=len(extra), **attention_settings)
+    y = F.linear(out.transpose(1, 2).flatten(-2), w_out, b_out)
+    return y, probabilities.mean(dim=1) if average_attn_weights else probabilities

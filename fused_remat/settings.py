@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
 from fused_remat.activations import ACTIVATIONS
 
 Keep = tuple[str, ...] | float
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm over the last dim that a fused op applies to its input, and rebuilds in backward instead of keeping.
+
+    `kind`: "layer_norm" (Ba et al. 2016) or "rms_norm" (Zhang and Sennrich 2019, no bias); `weight` and `bias` [D] or
+    None; `eps` is added to the variance or mean square.
+    """
+
+    kind: Literal["layer_norm", "rms_norm"]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
+
 
 # The pre-activations an MLP may keep for backward, by whether it is gated.
 RESIDUALS = {False: ("up",), True: ("up", "gate")}
@@ -31,6 +51,31 @@ def check_dropout(p: float, name: str = "dropout") -> float:
     return float(p)
 
 
+def check_norm(norm: Norm | None) -> Norm | None:
+    """`norm` if it is None or a Norm of a known kind with a sensible eps."""
+    if norm is None:
+        return None
+    if not isinstance(norm, Norm):
+        raise TypeError(f"norm must be a fused_remat.Norm or None, got {type(norm).__name__}")
+    if norm.kind not in ("layer_norm", "rms_norm"):
+        raise ValueError(f"norm.kind must be 'layer_norm' or 'rms_norm', got {norm.kind!r}")
+    if norm.kind == "rms_norm" and norm.bias is not None:
+        raise ValueError("norm.bias was given with kind 'rms_norm', which has none; pass None")
+    if isinstance(norm.eps, bool) or not isinstance(norm.eps, (int, float)) or not norm.eps >= 0.0:
+        raise ValueError(f"norm.eps must be a number of at least 0, got {norm.eps!r}")
+    return norm
+
+
+def check_residuals(keep: tuple[str, ...], known: tuple[str, ...], op: str) -> tuple[str, ...]:
+    """`keep` as a tuple of residual names in the op's order, if `op` can keep these."""
+    if not isinstance(keep, (tuple, list)):
+        raise TypeError(f"keep must be a tuple of residual names, got {keep!r}")
+    unknown = [name for name in keep if name not in known]
+    if unknown:
+        raise ValueError(f"keep names {unknown!r}, but {op} can keep {', '.join(map(repr, known))}")
+    return tuple(name for name in known if name in keep)
+
+
 def check_keep(keep: Keep, *, gated: bool) -> Keep:
     """`keep` as a tuple of residual names in the op's order, or as a float, if an MLP can keep that."""
     if isinstance(keep, (int, float)) and not isinstance(keep, bool):
@@ -39,9 +84,4 @@ def check_keep(keep: Keep, *, gated: bool) -> Keep:
         return float(keep)
     if not isinstance(keep, (tuple, list)):
         raise TypeError(f"keep must be a tuple of residual names or a float in [0, 1], got {keep!r}")
-    known = RESIDUALS[gated]
-    unknown = [name for name in keep if name not in known]
-    if unknown:
-        kind = "a gated MLP" if gated else "a plain MLP"
-        raise ValueError(f"keep names {unknown!r}, but {kind} can keep {', '.join(map(repr, known))}")
-    return tuple(name for name in known if name in keep)
+    return check_residuals(keep, RESIDUALS[gated], "a gated MLP" if gated else "a plain MLP")

@@ -28,7 +28,7 @@ def _mask(backend: str, seed: int, p: float, rows: int, hidden: int, workspace: 
 @pytest.mark.parametrize(("rows", "hidden"), ((7, 5), (3, 64), (130, 257), (1, 1)))
 def test_dropout_masks_are_bit_equal_everywhere(rows, hidden):
     for seed in (0, -1, 2**62 + 12345):
-        truth = reference.dropout_mask(torch.tensor([seed]), 0.3, rows, hidden)
+        truth = reference.dropout_mask(torch.tensor([seed]), 0.3, (rows, hidden))
         for backend in cases.BACKENDS:
             for workspace in (1, 5000, 2**20):
                 if workspace == 1 and rows * hidden > 1000:

@@ -47,16 +47,16 @@ def test_philox_known_answers():
 
 def test_dropout_mask_depends_on_seed_and_element_alone():
     seed = torch.tensor([-1234567890123456789])
-    whole = reference.dropout_mask(seed, 0.3, 6, 10).flatten()
-    assert torch.equal(whole, reference.dropout_mask(seed, 0.3, 4, 15).flatten())
-    assert torch.equal(whole[:30], reference.dropout_mask(seed, 0.3, 3, 10).flatten())
-    assert not torch.equal(whole, reference.dropout_mask(seed + 1, 0.3, 6, 10).flatten())
+    whole = reference.dropout_mask(seed, 0.3, (6, 10)).flatten()
+    assert torch.equal(whole, reference.dropout_mask(seed, 0.3, (4, 15)).flatten())
+    assert torch.equal(whole[:30], reference.dropout_mask(seed, 0.3, (3, 10)).flatten())
+    assert not torch.equal(whole, reference.dropout_mask(seed + 1, 0.3, (6, 10)).flatten())
 
 
 def test_dropout_rate_is_exact():
     n = 400_000
     for p in (0.1, 0.5, 0.9):
-        dropped = 1 - reference.dropout_mask(torch.tensor([7]), p, 1000, n // 1000).double().mean().item()
+        dropped = 1 - reference.dropout_mask(torch.tensor([7]), p, (1000, n // 1000)).double().mean().item()
         assert abs(dropped - p) < 5 * math.sqrt(p * (1 - p) / n)
 
 
@@ -66,7 +66,7 @@ def test_mlp_is_the_written_formula(gated):
     up = F.linear(given["x"], given["w_up"], given["b_up"])
     hidden = torch.sigmoid(F.linear(given["x"], given["w_gate"], given["b_gate"])) * up if gated else torch.sigmoid(up)
     seed = torch.tensor([99])
-    keep = reference.dropout_mask(seed, 0.4, 10, 7).view(2, 5, 7)
+    keep = reference.dropout_mask(seed, 0.4, (10, 7)).view(2, 5, 7)
     y = torch.where(keep, hidden / 0.6, 0.0) @ given["w_down"].t() + given["b_down"]
     ours = reference.mlp(**given, activation="sigmoid", dropout_p=0.4, seed=seed)
     torch.testing.assert_close(ours, y, rtol=1e-12, atol=1e-12)

@@ -1,13 +1,12 @@
-"""Functional API: argument checks, then one op call (or the reference path where no compiled op can be right)."""
+"""`mlp`: argument checks, then one op call (or the reference path where no compiled op can be right)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fused_remat import budget, dispatch, reference
-from fused_remat.plain import is_plain_input
+from fused_remat.functional.operands import check_dtypes, check_tensors, why_reference_only
 from fused_remat.settings import Keep, check_activation, check_dropout, check_keep
 
 
@@ -80,9 +79,7 @@ def describe_mlp(
     operands: dict[str, Tensor | None], activation: str, dropout_p: float, keep: Keep, workspace: int | None
 ) -> dispatch.Call:
     """Refuse what cannot be meant, before anything is computed, and describe the rest to the dispatcher."""
-    for name, operand in operands.items():
-        if not isinstance(operand, Tensor) and not (operand is None and name not in ("x", "w_up", "w_down")):
-            raise TypeError(f"{name} must be a tensor, got {type(operand).__name__}")
+    check_tensors(operands, required=("x", "w_up", "w_down"))
     if operands["b_gate"] is not None and operands["w_gate"] is None:
         raise ValueError("b_gate was given without w_gate; pass both for a gated MLP, neither for a plain one")
     check_activation(activation)
@@ -94,9 +91,9 @@ def describe_mlp(
     return dispatch.Call(
         op="mlp",
         device=operands["x"].device.type,
-        dtype=_check_dtypes(operands),
+        dtype=check_dtypes(operands),
         activation=activation,
-        reference_only=_why_reference_only(operands),
+        reference_only=why_reference_only(operands),
     )
 
 
@@ -124,36 +121,3 @@ def _check_shapes(operands: dict[str, Tensor | None]) -> None:
                 f"{name} must have shape {list(shape)} to fit w_up [F={features}, D={d_in}] and w_down "
                 f"[D_out={d_out}, F], got {list(operand.shape)}"
             )
-
-
-def _check_dtypes(operands: dict[str, Tensor | None]) -> torch.dtype:
-    """The compute dtype, once devices and dtypes fit together."""
-    x = operands["x"]
-    device = x.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    autocast = autocast and x.dtype != torch.float64
-    for name, operand in operands.items():
-        if operand is None:
-            continue
-        if operand.device != x.device:
-            raise ValueError(f"{name} is on {operand.device}, x on {x.device}; move them to one device")
-        if not (operand.is_floating_point() or operand.is_complex()):
-            raise TypeError(f"{name} must be floating point, got {operand.dtype}; convert it first")
-        if operand.dtype != x.dtype and not autocast:
-            raise TypeError(f"{name} is {operand.dtype}, x is {x.dtype}; convert one, or use torch.autocast")
-    return torch.get_autocast_dtype(device) if autocast else x.dtype
-
-
-def _why_reference_only(operands: dict[str, Tensor | None]) -> str | None:
-    """Why only plain, differentiable torch is right for these operands; None if the compiled op is."""
-    if torch._C._are_functorch_transforms_active():
-        return "a torch.func transform is active, and those differentiate or batch plain torch only"
-    dual_level = forward_ad._current_level >= 0
-    for name, operand in operands.items():
-        if operand is None:
-            continue
-        if not is_plain_input(operand):
-            return f"{name} is a {type(operand).__name__}, whose own meaning only plain torch preserves"
-        if dual_level and forward_ad.unpack_dual(operand).tangent is not None:
-            return f"{name} has a forward-mode tangent, and the compiled op has no forward-mode derivative"
-    return None

@@ -1,0 +1,292 @@
+"""`multi_head_attention`: the block, from x: projections, attention, output projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_remat import budget, dispatch, reference
+from fused_remat.functional.attention import MASKS, check_heads, check_real, check_scale
+from fused_remat.functional.masks import Corner, Window, broadcast_mask, check_band, check_key_padding_mask
+from fused_remat.functional.operands import Operands, check_dtypes, check_tensors, why_reference_only
+from fused_remat.settings import Norm, check_dropout, check_norm, check_residuals, check_size
+
+RESIDUALS = ("q", "k", "v", "out")
+
+Three = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def multi_head_attention(
+    query: Tensor,  # [B, Lq, Dq]
+    key: Tensor | None,  # [B, Lk, Dk]
+    value: Tensor | None,  # [B, Lk, Dv]
+    in_proj_weight: Tensor | tuple[Tensor, Tensor, Tensor],  # [H E + Hk E + Hk Ev, Dq], or its three parts
+    in_proj_bias: Tensor | Three | None,  # [H E + Hk E + Hk Ev], or its three parts
+    out_proj_weight: Tensor,  # [Do, H Ev]
+    out_proj_bias: Tensor | None,  # [Do]
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    *,
+    attn_mask: Tensor | None = None,  # broadcasts to [B, H, Lq, Lk]
+    key_padding_mask: Tensor | None = None,  # [B, Lk]
+    is_causal: bool = False,
+    causal: Corner | None = None,
+    window: Window | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    training: bool = True,
+    bias_k: Tensor | None = None,  # [Hk E]
+    bias_v: Tensor | None = None,  # [Hk Ev]
+    add_zero_attn: bool = False,
+    norm: Norm | None = None,
+    q_norm: Tensor | None = None,  # [E]
+    k_norm: Tensor | None = None,  # [E]
+    qk_norm_eps: float = 1e-6,
+    rotary: tuple[Tensor, Tensor] | None = None,  # cos and sin, [L, R] or [1 or B, L, R]
+    rotary_interleaved: bool = False,
+    need_weights: bool = False,
+    average_attn_weights: bool = True,
+    keep: tuple[str, ...] = ("out",),
+    workspace: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multi-head attention from x whose q, k and v are rebuilt inside backward, head group by head group.
+
+    Backward needs the inputs, the weights, the log-sum-exp of each row of scores, and what `keep` names; neither pass
+    holds q, k, v or a [Lq, Lk] tensor whole unless it was kept or asked for. A row with nothing to attend to gives
+    zeros before the output projection, zero weights and zero gradients, in every mode.
+
+    Args:
+        query, key, value: inputs. `key` None: self-attention, of the query (after `norm`); `value` None: the key.
+            The same tensor passed twice counts as None.
+        in_proj_weight, in_proj_bias: rows of q, then k, then v, as nn.MultiheadAttention packs them, or a tuple of
+            three; a packed weight needs key and value as wide as the query. Any part of a bias tuple may be None.
+        num_kv_heads: Hk, which divides num_heads (Ainslie et al. 2023); num_heads if None.
+        attn_mask, key_padding_mask, is_causal, causal, window, dropout_p, scale, training: as `fused_remat.attention`.
+        bias_k, bias_v: one more key and value for every sample, added after projection, norm and rotation (both or
+            neither); `add_zero_attn`: one more of zeros, last. Masks, causality and window do not apply to these.
+        norm: applied to the query first, and so to what key and value default to; its result is not kept.
+        q_norm, k_norm: weights of an RMSNorm over each head (Zhang and Sennrich 2019), before rotation.
+        rotary: cos and sin of a rotary embedding (Su et al. 2021) of the first R features of q and k, which then need
+            equal lengths; pairs are (i, i + R / 2), or (2 i, 2 i + 1) where `rotary_interleaved`.
+        need_weights: also return the probabilities after dropout, [B, Lq, Lk + extra keys] averaged over heads without
+            a [B, H, Lq, Lk] tensor, or [B, H, Lq, Lk + extra keys] unless `average_attn_weights`; differentiable.
+        keep: residuals that backward need not rebuild: any of "q", "k", "v" (as projected) and "out" (of the
+            attention). Rebuilding out costs one more pass over the scores.
+        workspace: bytes of scratch, see `fused_remat.workspace`.
+
+    Returns:
+        y [B, Lq, Do] in the query's dtype or autocast's; with `need_weights`, (y, weights).
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong rank, shape, device, name, probability, corner, window or budget.
+        RuntimeError: a named backend (`fused_remat.backend`) cannot run this call.
+    """
+    key, value = (None if key is query else key), (None if value is key or (key is None and value is query) else value)
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check_size("num_heads", num_heads)
+    check_size("num_kv_heads", num_kv_heads)
+    check_heads(num_heads, num_kv_heads)
+    weights, biases = _three("in_proj_weight", in_proj_weight), _three("in_proj_bias", in_proj_bias)
+    cos, sin = _check_rotary(rotary)
+    check_norm(norm)
+    operands = {
+        "query": query, "key": key, "value": value,
+        **{f"in_proj_weight{part}": w for part, w in weights.items()},
+        **{f"in_proj_bias{part}": b for part, b in biases.items()},
+        "out_proj_weight": out_proj_weight, "out_proj_bias": out_proj_bias, "bias_k": bias_k, "bias_v": bias_v,
+        "norm.weight": norm.weight if norm else None, "norm.bias": norm.bias if norm else None,
+        "q_norm": q_norm, "k_norm": k_norm, "rotary[0]": cos, "rotary[1]": sin,
+        "attn_mask": attn_mask, "key_padding_mask": key_padding_mask,
+    }  # fmt: skip
+    required = [f"in_proj_weight{part}" for part in weights]
+    check_tensors(operands, required=("query", "out_proj_weight", *required))
+    sizes = _check_shapes(operands, weights, biases, num_heads, num_kv_heads)
+    mask = broadcast_mask("attn_mask", attn_mask, (sizes.batch, num_heads, sizes.length_q, sizes.length_k))
+    check_key_padding_mask(key_padding_mask, sizes.batch, sizes.length_k)
+    band = check_band(is_causal, causal, window)
+    p = check_dropout(dropout_p, name="dropout_p") * bool(training)
+    scale = check_scale(scale, sizes.width)
+    keep = check_residuals(keep, RESIDUALS, "multi_head_attention")
+    nbytes = budget.resolve(workspace, query.device.type)
+    call = dispatch.Call(
+        op="multi_head_attention",
+        device=query.device.type,
+        dtype=check_real(check_dtypes(operands, masks=MASKS)),
+        reference_only=why_reference_only(operands) or _why_rotary_is_learned(cos, sin),
+    )
+    backend = dispatch.resolve(call)
+    cos, sin = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in (cos, sin))
+    if backend == "reference":
+        y, probabilities = _reference(
+            call.dtype, query, key, value, weights, biases, out_proj_weight, out_proj_bias, num_heads, num_kv_heads,
+            bias_k=bias_k, bias_v=bias_v, add_zero_attn=add_zero_attn, norm=norm, q_norm=q_norm, k_norm=k_norm,
+            qk_norm_eps=qk_norm_eps, rotary=None if cos is None else (cos, sin), rotary_interleaved=rotary_interleaved,
+            average_attn_weights=average_attn_weights, attn_mask=mask, key_padding_mask=key_padding_mask,
+            causal=band.causal, window=band.window, dropout_p=p, scale=scale,
+        )  # fmt: skip
+    else:
+        y, probabilities = torch.ops.fused_remat.multi_head_attention(
+            query, key, value, *_padded(weights), *_padded(biases), out_proj_weight, out_proj_bias, bias_k, bias_v,
+            operands["norm.weight"], operands["norm.bias"], q_norm, k_norm, cos, sin, mask, key_padding_mask,
+            num_heads, num_kv_heads, add_zero_attn, norm.kind if norm else "", norm.eps if norm else 0.0,
+            qk_norm_eps, rotary_interleaved, *band.codes(), p, scale,
+            need_weights and (1 if average_attn_weights else 2), *(name in keep for name in RESIDUALS), nbytes, backend,
+        )  # fmt: skip
+    return (y, probabilities) if need_weights else y
+
+
+def _three(name: str, value: Tensor | Three | None) -> dict[str, Tensor | None]:
+    """The parts of a projection by the suffix that names them: one packed tensor, or those of q, k and v."""
+    if not isinstance(value, (tuple, list)):
+        return {"": value}
+    if len(value) != 3:
+        raise ValueError(f"{name} must be one packed tensor or a tuple of three (q, k, v), got {len(value)} parts")
+    return {f"[{i}]": part for i, part in enumerate(value)}
+
+
+def _padded(parts: dict[str, Tensor | None]) -> list[Tensor | None]:
+    return [*parts.values(), None, None][:3]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The dims that the operands agree on."""
+
+    batch: int
+    length_q: int
+    length_k: int
+    width: int  # E
+    value_width: int  # Ev
+
+
+def _check_shapes(
+    operands: Operands,
+    weights: dict[str, Tensor],
+    biases: dict[str, Tensor | None],
+    num_heads: int,
+    num_kv_heads: int,
+) -> Sizes:
+    query, out_proj_weight = operands["query"], operands["out_proj_weight"]
+    key = query if operands["key"] is None else operands["key"]
+    value = key if operands["value"] is None else operands["value"]
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} must be [B, length, features] with 3 dims, got {list(x.shape)}")
+    if key.shape[0] != query.shape[0] or value.shape[:2] != key.shape[:2]:
+        raise ValueError(
+            "query, key and value must share the batch size, and key and value the length; got "
+            f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+        )
+    for name in ("out_proj_weight", *(f"in_proj_weight{part}" for part in weights)):
+        if operands[name].dim() != 2:
+            raise ValueError(f"{name} must be [out, in] with 2 dims, got {list(operands[name].shape)}")
+    if out_proj_weight.shape[1] % num_heads:
+        raise ValueError(f"out_proj_weight must be [Do, H Ev] with H={num_heads}, got {list(out_proj_weight.shape)}")
+    value_width = out_proj_weight.shape[1] // num_heads
+    rows_v = num_kv_heads * value_width
+    if len(weights) == 1:
+        rows = weights[""].shape[0] - rows_v
+        width = max(rows, 0) // (num_heads + num_kv_heads)
+        inputs = {"": query}
+        for name, x in (("key", key), ("value", value)):
+            if x.shape[-1] != query.shape[-1]:
+                raise ValueError(
+                    f"{name} has {x.shape[-1]} features and query {query.shape[-1]}, which one packed in_proj_weight "
+                    "cannot project; pass a tuple of three weights"
+                )
+    else:
+        rows, width = weights["[0]"].shape[0], weights["[0]"].shape[0] // num_heads
+        inputs = {"[0]": query, "[1]": key, "[2]": value}
+    if width < 1 or rows % width:
+        raise ValueError(
+            f"in_proj_weight must have H E rows for q, Hk E for k and Hk Ev for v, with H={num_heads}, "
+            f"Hk={num_kv_heads} and Ev={value_width} (columns of out_proj_weight / H); got "
+            f"{[list(w.shape) for w in weights.values()]}"
+        )
+    part_rows = (num_heads * width, num_kv_heads * width, rows_v)
+    expected = {f"in_proj_weight{part}": (_rows(part, part_rows), x.shape[-1]) for part, x in inputs.items()}
+    expected |= {f"in_proj_bias{part}": (_rows(part, part_rows),) for part in biases}
+    expected |= {
+        "out_proj_bias": (out_proj_weight.shape[0],), "bias_k": (part_rows[1],), "bias_v": (part_rows[2],),
+        "norm.weight": (query.shape[-1],), "norm.bias": (query.shape[-1],), "q_norm": (width,), "k_norm": (width,),
+    }  # fmt: skip
+    for name, shape in expected.items():
+        if operands[name] is not None and tuple(operands[name].shape) != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(operands[name].shape)}")
+    if (operands["bias_k"] is None) != (operands["bias_v"] is None):
+        raise ValueError("bias_k and bias_v go together; pass both or neither")
+    sizes = Sizes(query.shape[0], query.shape[1], key.shape[1], width, value_width)
+    _check_rotary_shapes(operands, sizes)
+    return sizes
+
+
+def _rows(part: str, part_rows: tuple[int, int, int]) -> int:
+    return sum(part_rows) if part == "" else part_rows[int(part[1])]
+
+
+def _check_rotary(rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
+    if rotary is None:
+        return None, None
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+        raise TypeError(f"rotary must be a pair (cos, sin) of tensors, got {type(rotary).__name__}")
+    return tuple(rotary)
+
+
+def _check_rotary_shapes(operands: Operands, sizes: Sizes) -> None:
+    cos, sin = operands["rotary[0]"], operands["rotary[1]"]
+    if cos is None:
+        return
+    if sizes.length_q != sizes.length_k:
+        raise ValueError(
+            f"rotary turns q and k by the same angles, so their lengths must be equal, got {sizes.length_q} and "
+            f"{sizes.length_k}"
+        )
+    for name, t in (("rotary[0] (cos)", cos), ("rotary[1] (sin)", sin)):
+        fits = t.dim() in (2, 3) and t.shape[-2] == sizes.length_q and t.shape[-1] % 2 == 0
+        if not fits or t.shape[-1] > sizes.width or (t.dim() == 3 and t.shape[0] not in (1, sizes.batch)):
+            raise ValueError(
+                f"{name} must be [L, R] or [1 or B, L, R] with L={sizes.length_q}, B={sizes.batch} and an even R of "
+                f"at most E={sizes.width}, got {list(t.shape)}"
+            )
+    if cos.shape != sin.shape:
+        raise ValueError(f"cos and sin must have one shape, got {list(cos.shape)} and {list(sin.shape)}")
+
+
+def _why_rotary_is_learned(cos: Tensor | None, sin: Tensor | None) -> str | None:
+    learned = any(t is not None and t.requires_grad for t in (cos, sin)) and torch.is_grad_enabled()
+    return "rotary angles that require grad have no fused gradient" if learned else None
+
+
+def _reference(
+    dtype: torch.dtype, query: Tensor, key: Tensor | None, value: Tensor | None, weights: dict[str, Tensor],
+    biases: dict[str, Tensor | None], w_out: Tensor, b_out: Tensor | None, num_heads: int, num_kv_heads: int,
+    *, norm: Norm | None, **settings: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`reference.multi_head_attention` of operands in the compute dtype, with packed projections taken apart."""
+
+    def cast(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.to(dtype)
+
+    value_rows = num_kv_heads * (w_out.shape[1] // num_heads)
+    total = sum(w.shape[0] for w in weights.values())
+    width = (total - value_rows) // (num_heads + num_kv_heads)
+    rows = (num_heads * width, num_kv_heads * width, value_rows)
+
+    def parts(packed: dict[str, Tensor | None]) -> Three:
+        whole = packed.get("")
+        if whole is not None:
+            return cast(whole).split(rows)
+        return tuple(cast(t) for t in packed.values()) if len(packed) == 3 else (None, None, None)
+
+    tensors = ("bias_k", "bias_v", "q_norm", "k_norm")
+    settings = {name: cast(t) if name in tensors else t for name, t in settings.items()}
+    if settings["rotary"] is not None:
+        settings["rotary"] = tuple(cast(t) for t in settings["rotary"])
+    norm = norm and Norm(norm.kind, cast(norm.weight), cast(norm.bias), norm.eps)
+    return reference.multi_head_attention(
+        cast(query), cast(key), cast(value), parts(weights), parts(biases), cast(w_out), cast(b_out), num_heads,
+        num_kv_heads, norm=norm, **settings,
+    )  # fmt: skip

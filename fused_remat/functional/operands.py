@@ -1,0 +1,65 @@
+"""What the functional calls ask of their tensors, whatever the op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fused_remat.plain import is_plain_input
+
+Operands = dict[str, Tensor | None]  # by argument name; the first one is the op's input
+
+
+def check_tensors(operands: Operands, *, required: Iterable[str]) -> None:
+    """Raises TypeError for what is no tensor, or None where one is required."""
+    for name, operand in operands.items():
+        if not isinstance(operand, Tensor) and (operand is not None or name in required):
+            raise TypeError(f"{name} must be a tensor, got {type(operand).__name__}")
+
+
+def check_dtypes(operands: Operands, *, masks: Iterable[str] = ()) -> torch.dtype:
+    """The compute dtype, once devices and dtypes fit together.
+
+    The operands named in `masks` may be bool or any real floating dtype; all others share that of the first, except
+    under autocast.
+
+    Raises:
+        TypeError: a dtype that is not floating point, or does not fit.
+        ValueError: a tensor on another device than the first.
+    """
+    input_name, x = next(iter(operands.items()))
+    device = x.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = autocast and x.dtype != torch.float64
+    for name, operand in operands.items():
+        if operand is None:
+            continue
+        if operand.device != x.device:
+            raise ValueError(f"{name} is on {operand.device}, {input_name} on {x.device}; move them to one device")
+        if name in masks:
+            if operand.dtype != torch.bool and not operand.is_floating_point():
+                raise TypeError(f"{name} must be bool or floating point, got {operand.dtype}; convert it, e.g. .bool()")
+            continue
+        if not (operand.is_floating_point() or operand.is_complex()):
+            raise TypeError(f"{name} must be floating point, got {operand.dtype}; convert it first")
+        if operand.dtype != x.dtype and not autocast:
+            raise TypeError(f"{name} is {operand.dtype}, {input_name} is {x.dtype}; convert one, or use torch.autocast")
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
+
+
+def why_reference_only(operands: Operands) -> str | None:
+    """Why only plain, differentiable torch is right for these operands; None if the compiled op is."""
+    if torch._C._are_functorch_transforms_active():
+        return "a torch.func transform is active, and those differentiate or batch plain torch only"
+    dual_level = forward_ad._current_level >= 0
+    for name, operand in operands.items():
+        if operand is None:
+            continue
+        if not is_plain_input(operand):
+            return f"{name} is a {type(operand).__name__}, whose own meaning only plain torch preserves"
+        if dual_level and forward_ad.unpack_dual(operand).tangent is not None:
+            return f"{name} has a forward-mode tangent, and the compiled op has no forward-mode derivative"
+    return None
