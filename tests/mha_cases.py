@@ -72,7 +72,7 @@ class Block:
         shapes |= {"q_norm": (self.width,), "k_norm": (self.width,)} if self.qk_norm else {}
         made = {}
         for name, shape in shapes.items():
-            scale = shape[-1] ** -0.5 if "weight" in name and len(shape) == 2 or name.startswith("w_") else 1.0
+            scale = shape[-1] ** -0.5 if len(shape) == 2 else 1.0
             made[name] = (torch.randn(shape, dtype=torch.float64) * scale).to(dtype).requires_grad_(requires_grad)
         for name, mask in MASKS[self.mask](self.batch, self.heads, self.length, length_k, dtype).items():
             made[name] = mask.requires_grad_(requires_grad and mask.is_floating_point())
@@ -102,7 +102,8 @@ class Block:
         settings = {
             "attn_mask": get("attn_mask"), "key_padding_mask": get("key_padding_mask"), "bias_k": get("bias_k"),
             "bias_v": get("bias_v"), "add_zero_attn": self.zero_key, "norm": norm, "q_norm": get("q_norm"),
-            "k_norm": get("k_norm"), "rotary": self.angles(given["query"].dtype), "rotary_interleaved": self.interleaved,
+            "k_norm": get("k_norm"), "rotary": self.angles(given["query"].dtype),
+            "rotary_interleaved": self.interleaved,
         }  # fmt: skip
         return fused_remat.multi_head_attention(
             given["query"], get("key"), get("value"), weight, bias, given["out_proj_weight"], get("out_proj_bias"),

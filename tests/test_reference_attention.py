@@ -1,4 +1,4 @@
-"""The reference of attention and of the block: formulas written out, stock torch, complex rotation, finite differences."""
+"""The reference of attention and of the block: formulas written out, stock torch, finite differences."""
 
 from __future__ import annotations
 
