@@ -182,7 +182,7 @@ def gradients(outputs: Tensor | Iterable[Tensor], given: dict[str, Tensor], dout
 
 def backends_of(names: list[str]) -> set[str]:
     """Which backends the attention kernels among these ops belong to."""
-    found = (re.fullmatch(r"attention_(?:fwd|bwd)\w*_(cpp|aten)", name) for name in names)
+    found = (re.fullmatch(r"attention_\w+_(cpp|aten)", name) for name in names)
     return {match[1] for match in found if match}
 
 
