@@ -1,8 +1,4 @@
-"""Modules: parameters and settings of the fused layers; the maths is `fused_remat.functional`.
-
-Each module holds ordinary `nn.Linear` children, so that adapters, hooks, parametrisations, quantisation and tensor
-parallel plans find what they expect. While every child is plain, `forward` is one fused call; as soon as one is not,
-`forward` calls the children one after the other, as stock code would (`fused_remat.plain` decides, at every call).
+"""`MLP` and `GatedMLP`: children are nn.Linear, results those of calling them one after the other.
 
 Dims: `D` in_features, `F` hidden_features, `D_out` out_features.
 """
