@@ -111,7 +111,8 @@ def _mark_empty_rows(case: Case, heads: int) -> None:
         case.rule = case.rule or "no batch or no keys, but masks"
     for name in ("attn_mask", "key_padding_mask"):
         given = case.options.get(name)
-        if given is not None and given.is_floating_point():
+        dropped = name == "attn_mask" and case.options.get("is_causal")  # stock may use the flag in the mask's place
+        if given is not None and given.is_floating_point() and not dropped:
             case.masks.append(name)
 
 
