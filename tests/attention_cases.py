@@ -141,7 +141,8 @@ def naive(
             scores = scores + mask
             seen = seen & (mask > -math.inf)
     scores = torch.where(seen, scores, 0.0)
-    highest = torch.where(seen, scores, -math.inf).amax(-1, keepdim=True).detach().clamp(min=-1e300)
+    lowest = torch.finfo(q.dtype).min
+    highest = torch.where(seen, scores, lowest).amax(-1, keepdim=True).detach()
     exponentials = torch.where(seen, (scores - highest).exp(), 0.0)
     total = exponentials.sum(-1, keepdim=True)
     empty = ~seen.any(-1, keepdim=True)

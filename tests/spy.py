@@ -1,0 +1,86 @@
+"""An implementer that passes calls on to the C++ one and remembers their arguments; samples of ops for opcheck."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+Calls = list[tuple[str, tuple]]  # op, arguments
+
+
+def registered() -> set[str]:
+    """Every op of the library, whoever implements it."""
+    prefix = "fused_remat::"
+    names = {name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)}
+    return {name for name in names if not name.endswith("_spy")}
+
+
+def snapshot(arguments):
+    """The same arguments in memory of their own, requiring no gradients: values, strides and offsets are kept."""
+
+    def copy(value):
+        if not isinstance(value, Tensor):
+            return value
+        storage = value.untyped_storage().clone()
+        return torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), value.shape, value.stride())
+
+    return tree_map(copy, arguments)
+
+
+@contextmanager
+def spying() -> Iterator[Calls]:
+    """Backend "spy" exists at levels 2 and 3; its calls are listed, named as those of any backend, in order."""
+    calls: Calls = []
+    library = torch.library.Library("fused_remat", "FRAGMENT")
+    for name in (name.removesuffix("_cpp") for name in registered() if name.endswith("_cpp")):
+        implementer = getattr(torch.ops.fused_remat, f"{name}_cpp").default
+        schema = str(implementer._schema).removeprefix("fused_remat::").replace(f"{name}_cpp", f"{name}_spy", 1)
+        library.define(schema)
+
+        def pass_on(*arguments, name=name, implementer=implementer):
+            calls.append((name, snapshot(arguments)))
+            return implementer(*arguments)
+
+        library.impl(f"{name}_spy", pass_on, "CPU")
+    try:
+        yield calls
+    finally:
+        library._destroy()
+
+
+class _Watch(TorchDispatchMode):
+    """Remembers the calls of the library's ops that reach the dispatcher from outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fused_remat":
+            self.calls.append((func._schema.name.removeprefix("fused_remat::"), snapshot(args)))
+        return func(*args, **(kwargs or {}))
+
+
+def samples(call: Callable[[], Tensor], backend: str) -> Calls:
+    """Arguments of every op of levels 2 and 3 that `call()` and its backward run, for that backend.
+
+    `call` runs `fused_remat` with its backend left open.
+    """
+    with _Watch() as watch:
+        outputs = call()
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
+    level2 = [(name, _with_backend(arguments, backend)) for name, arguments in watch.calls]
+    with spying() as level3:
+        for name, arguments in watch.calls:
+            getattr(torch.ops.fused_remat, name).default(*_with_backend(snapshot(arguments), "spy"))
+    return level2 + [(f"{name}_{backend}", arguments) for name, arguments in level3]
+
+
+def _with_backend(arguments: tuple, backend: str) -> tuple:
+    return tuple(backend if isinstance(argument, str) and argument == "cpp" else argument for argument in arguments)
