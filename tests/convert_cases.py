@@ -44,9 +44,14 @@ def step(model: nn.Module, *inputs: Tensor, seed: int = 0) -> dict[str, Tensor]:
     return results
 
 
-def kept_shapes(model: nn.Module, x: Tensor) -> list[tuple[tuple[int, ...], int]]:
-    """(shape, storage bytes) of each distinct non-empty storage kept for backward that is not a parameter's."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+def kept_shapes(
+    model: Callable[[Tensor], Tensor], x: Tensor, owner: nn.Module | None = None
+) -> list[tuple[tuple[int, ...], int]]:
+    """(shape, storage bytes) of each distinct non-empty storage kept for backward that is no parameter's of `owner`.
+
+    `owner` is the model itself if None.
+    """
+    parameters = {p.untyped_storage().data_ptr() for p in (owner or model).parameters()}
     kept: dict[int, tuple[tuple[int, ...], int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
