@@ -221,7 +221,8 @@ def test_dropping_everything_is_stocks_answer():
     ours, _ = pair(8, 2, dropout=1.0)
     x = torch.randn(5, 2, 8)
     y, weights = ours(x, x, x)
-    torch.testing.assert_close(y, ours.out_proj.bias.expand_as(y)) and torch.equal(weights, torch.zeros(2, 5, 5))
+    torch.testing.assert_close(y, ours.out_proj.bias.expand_as(y))
+    assert torch.equal(weights, torch.zeros(2, 5, 5))
 
 
 def test_evaluation_between_forward_and_backward_changes_nothing(backend):
