@@ -41,6 +41,8 @@ int activation_index(const std::string& name) {
   return static_cast<int>(found - names.begin());
 }
 
+}  // namespace
+
 Storage storage_of(at::ScalarType dtype) {
   switch (dtype) {
     case at::kDouble:
@@ -56,6 +58,8 @@ Storage storage_of(at::ScalarType dtype) {
           false, "cpp kernels take float64, float32, bfloat16 or float16, got ", dtype);
   }
 }
+
+namespace {
 
 // The dtype that a tile is computed and summed in.
 at::ScalarType wide(at::ScalarType dtype) {

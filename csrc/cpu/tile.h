@@ -3,11 +3,15 @@
 // (tile_*.cpp) and chosen at run time.
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <cstdint>
 
 namespace fused_remat::cpu {
 
 enum class Storage : uint8_t { kDouble, kFloat, kBFloat16, kHalf };
+// Raises TypeError for a dtype that no kernel takes.
+Storage storage_of(c10::ScalarType dtype);
 
 // Row-major, last dim dense; `data` is null where the operand is absent.
 struct Matrix {

@@ -1,16 +1,13 @@
-// Body of cpu/tile.h for one instruction set. Included by tile_<name>.cpp, each compiled with that
-// set's flags and its own CPU_CAPABILITY, which also names the at::vec namespace: no symbol may be
-// shared between them.
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
+// Body of cpu/tile.h for one instruction set (see vector_rows.h).
+#pragma once
 
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
 
 #include "../activations.h"
-#include "../philox.h"
 #include "tile.h"
+#include "vector_rows.h"
 
 namespace fused_remat::activations {
 
@@ -30,86 +27,6 @@ struct Math<at::vec::Vectorized<Scalar>> {
 namespace fused_remat::cpu {
 inline namespace CPU_CAPABILITY {
 namespace {
-
-// Columns handled at a time: a few buffers of this many numbers stay in the first-level cache.
-constexpr int64_t kSpan = 256;
-
-template <class T>
-using Vec = at::vec::Vectorized<T>;
-
-template <class T>
-struct Buffer {
-  alignas(64) T data[kSpan];
-};
-
-// Row buffers are computed on in whole vectors; the lanes past the end hold stale finite numbers
-// and are never stored.
-template <class T, class Body>
-inline void for_each_vector(int64_t n, const Body& body) {
-  for (int64_t i = 0; i < n; i += Vec<T>::size()) body(i);
-}
-
-template <class Half>
-inline void load_half(const Half* from, float* to, int64_t n) {
-  constexpr int64_t kLanes = Vec<Half>::size();
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const auto [low, high] =
-        at::vec::convert_to_float<Half>(Vec<Half>::loadu(from + i, std::min(kLanes, n - i)));
-    low.store(to + i);
-    high.store(to + i + kLanes / 2);
-  }
-}
-
-template <class Half>
-inline void store_half(const float* from, Half* to, int64_t n) {
-  constexpr int64_t kLanes = Vec<Half>::size();
-  for (int64_t i = 0; i < n; i += kLanes)
-    at::vec::convert_from_float<Half>(
-        Vec<float>::loadu(from + i), Vec<float>::loadu(from + i + kLanes / 2))
-        .store(to + i, std::min(kLanes, n - i));
-}
-
-template <class T>
-inline void load(const void* base, Storage storage, int64_t offset, int64_t n, T* to) {
-  if constexpr (std::is_same_v<T, float>) {
-    if (storage == Storage::kBFloat16)
-      return load_half(static_cast<const at::BFloat16*>(base) + offset, to, n);
-    if (storage == Storage::kHalf)
-      return load_half(static_cast<const at::Half*>(base) + offset, to, n);
-  }
-  std::memcpy(to, static_cast<const T*>(base) + offset, n * sizeof(T));
-}
-
-template <class T>
-inline void store(const T* from, void* base, Storage storage, int64_t offset, int64_t n) {
-  if constexpr (std::is_same_v<T, float>) {
-    if (storage == Storage::kBFloat16)
-      return store_half(from, static_cast<at::BFloat16*>(base) + offset, n);
-    if (storage == Storage::kHalf)
-      return store_half(from, static_cast<at::Half*>(base) + offset, n);
-  }
-  std::memcpy(static_cast<T*>(base) + offset, from, n * sizeof(T));
-}
-
-template <class T>
-inline void load(const Matrix& m, Storage storage, int64_t row, int64_t col, int64_t n, T* to) {
-  load(m.data, storage, row * m.stride + col, n, to);
-}
-template <class T>
-inline void store(
-    const T* from, const Matrix& m, Storage storage, int64_t row, int64_t col, int64_t n) {
-  store(from, m.data, storage, row * m.stride + col, n);
-}
-
-template <class T>
-inline void multiply(T* a, const T* b, int64_t n) {
-  for_each_vector<T>(
-      n, [&](int64_t i) { (Vec<T>::loadu(a + i) * Vec<T>::loadu(b + i)).store(a + i); });
-}
-template <class T>
-inline void add(T* a, const T* b, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) a[i] += b[i];
-}
 
 // A residual and what is rebuilt must be the same number, so both are rounded to the compute dtype.
 template <class T>
@@ -154,25 +71,11 @@ inline void keep(
   if (n_kept > 0) store(from, kept, t.compute, row, col, n_kept);
 }
 
-// 0 for a dropped element, 1 / (1 - p) for a kept one.
+// The same, of a span of the tile's hidden features.
 template <class T>
 inline void dropout_scales(const TileArgs& t, int64_t row, int64_t col, int64_t n, T* to) {
-  constexpr int kCounters = 8;
-  const uint64_t threshold = philox::drop_threshold(t.drop_p);
-  const T scale = static_cast<T>(1.0 / (1.0 - t.drop_p));
-  const uint64_t first =
-      static_cast<uint64_t>((t.row0 + row) * t.hidden_features + t.feature0 + col);
-  uint64_t index = first;
-  const uint64_t end = first + static_cast<uint64_t>(n);
-  while (index < end) {
-    uint32_t words[4][kCounters];
-    philox::words<kCounters>(t.seed, index >> 2, words);
-    const uint64_t base = index & ~uint64_t{3};
-    for (; index < end && index - base < 4 * kCounters; ++index) {
-      const uint64_t k = index - base;
-      to[index - first] = words[k & 3][k >> 2] >= threshold ? scale : T(0);
-    }
-  }
+  const auto first = static_cast<uint64_t>((t.row0 + row) * t.hidden_features + t.feature0 + col);
+  dropout_scales(t.seed, t.drop_p, first, n, to);
 }
 
 template <class Act, class T>

@@ -1,59 +1,14 @@
-"""The registered operators as Python sees them: loading, fake kernels and FLOP formulas.
-
-`torch.ops.fused_remat.mlp` is differentiable; `mlp_fwd` and `mlp_bwd` are the stable names for selective-checkpoint
-policies, sharding rules and FLOP counts. Schemas and shapes: `csrc/library.cpp` and `csrc/mlp.h`.
-"""
+"""The MLP operators: fake kernels and FLOP formulas."""
 
 from __future__ import annotations
 
 import math
-import sys
-import threading
-from functools import cache
+from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-
-from fused_remat import _extension
-
-_lock = threading.Lock()
-_has_fakes = False
-_has_flops = False
 
 
-@_extension.constant_when_traced
-def ready() -> str | None:
-    """None once the operators are loaded and described to torch; else one sentence why they are not."""
-    global _has_fakes, _has_flops
-    reason = _extension.load()
-    # Not imported here: without a working Triton that module logs a line or cannot be imported at all. Whoever counts
-    # has imported it before the call to be counted.
-    countable = "torch.utils.flop_counter" in sys.modules
-    if reason is None and not (_has_fakes and (_has_flops or not countable)):
-        with _lock:
-            if not _has_fakes:
-                _register_fakes()
-                _has_fakes = True
-            if countable and not _has_flops:
-                _register_flops()
-                _has_flops = True
-    return reason
-
-
-@_extension.constant_when_traced
-def compiled_activations() -> tuple[str, ...]:
-    """Names of the activations that the compiled kernels know. Needs `ready()`."""
-    return _compiled_activations()
-
-
-@cache
-def _compiled_activations() -> tuple[str, ...]:
-    # Outside of every mode: a tracer would record the question and answer with a stand-in.
-    with _disable_current_modes():
-        return tuple(torch.ops.fused_remat.activations())
-
-
-def _register_fakes() -> None:
+def register() -> None:
     def fake_mlp(x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, keep_up, keep_gate, workspace,
                  backend, compute_dtype=None):  # fmt: skip
         return x.new_empty((*x.shape[:-1], w_down.shape[0]), dtype=compute_dtype or x.dtype)
@@ -89,9 +44,7 @@ def _register_fakes() -> None:
             torch.library.register_fake(f"fused_remat::{op}_{backend}", fake_tile)
 
 
-def _register_flops() -> None:
-    from torch.utils import flop_counter
-
+def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
     def forward(x_shape, w_up_shape, w_down_shape, b_up=None, b_down=None, w_gate_shape=None, *args, out_shape=None,
                 **kwargs) -> int:  # fmt: skip
         rows, (features, d_in), d_out = math.prod(x_shape[:-1]), w_up_shape, w_down_shape[0]
@@ -111,11 +64,4 @@ def _register_flops() -> None:
         return 2 * rows * (products_in * d_in + products_out * d_out)
 
     packets = torch.ops.fused_remat
-    formulas = {packets.mlp: forward, packets.mlp_fwd: forward, packets.mlp_bwd: backward}
-    for packet, formula in formulas.items():
-        flop_counter.register_flop_formula(packet)(formula)
-    # A counter copies the registry when it is made, so one that is counting already has to be told.
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, flop_counter._FlopCounterMode):
-            for packet in formulas:
-                mode.counter.flop_registry[packet] = flop_counter.flop_registry[packet]
+    return {packets.mlp: forward, packets.mlp_fwd: forward, packets.mlp_bwd: backward}

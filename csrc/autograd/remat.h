@@ -1,0 +1,28 @@
+// Level 1 of every op that rebuilds activations, once for all of them, on the dispatcher's stack.
+//
+// An op X is described by its schemas alone (library*.cpp):
+//   X(tensors and settings ...) -> outputs
+//   X_fwd(the same ..., Tensor seed) -> outputs and residuals
+//   X_bwd(Tensor? gradient per output ..., the arguments of X ..., Tensor seed,
+//         Tensor? per result of X_fwd ..., bool[] output_mask) -> gradient per tensor argument
+//   X_reference(the arguments of X ..., Tensor seed) -> outputs, in differentiable torch
+// Settings known by name: dropout_p (a seed is drawn where it is not 0), keep_* (nothing is kept
+// where no gradient can be asked for), compute_dtype (autocast's choice, else the first tensor's).
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+namespace fused_remat {
+
+// Which results of X_fwd backward reads; the others are not saved.
+void describe_remat_op(const char* name, std::vector<bool> saved_results);
+
+void remat_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+void remat_without_grad(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+// Casts nothing: x and the fp32 parameters are what is kept, and pieces are cast inside. fp64 stays
+// out of autocast, as everywhere in torch.
+void remat_autocast_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+void remat_autocast_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+}  // namespace fused_remat

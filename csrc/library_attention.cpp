@@ -1,0 +1,221 @@
+// Every schema of attention in one place, and which function implements it.
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include "attention.h"
+#include "attention_ops.h"
+#include "autograd/remat.h"
+
+namespace fused_remat {
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+using std::string;
+
+// The registered signatures are flat; these adapters group their arguments.
+std::tuple<Tensor, Tensor> attention_fwd_op(
+    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attn_mask,
+    const OptionalTensor& key_mask, int64_t causal, int64_t window_left, int64_t window_right,
+    double dropout_p, double scale, int64_t workspace, string backend,
+    std::optional<ScalarType> compute_dtype, const Tensor& seed) {
+  return attention_fwd(
+      q, k, v, attn_mask, key_mask,
+      {causal, window_left, window_right, dropout_p, scale, workspace, backend,
+       compute_dtype.value_or(q.scalar_type())},
+      seed);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd_op(
+    const OptionalTensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k,
+    const Tensor& v, const OptionalTensor& attn_mask, const OptionalTensor& key_mask,
+    int64_t causal, int64_t window_left, int64_t window_right, double dropout_p, double scale,
+    int64_t workspace, string backend, std::optional<ScalarType> compute_dtype, const Tensor& seed,
+    const OptionalTensor& out, const OptionalTensor& lse, c10::List<bool> output_mask) {
+  c10::SmallVector<bool, 5> wanted;
+  for (const bool want : output_mask) wanted.push_back(want);
+  return attention_bwd(
+      dout, dlse, q, k, v, attn_mask, key_mask,
+      {causal, window_left, window_right, dropout_p, scale, workspace, backend,
+       compute_dtype.value_or(q.scalar_type())},
+      seed, out, lse, wanted);
+}
+
+// Of level 3, what turns q, k and v into probabilities comes last but for the buffers.
+#define FUSED_REMAT_ATTENDING_SCHEMA                                                    \
+  "Tensor? attn_mask, Tensor? key_mask, Tensor seed, int band_low, int band_high, int " \
+  "extra_keys, float dropout_p, float scale, int head0, int num_heads, int scratch"
+#define FUSED_REMAT_ATTENDING_PARAMETERS                                                       \
+  const OptionalTensor &attn_mask, const OptionalTensor &key_mask, const Tensor &seed,         \
+      int64_t band_low, int64_t band_high, int64_t extra_keys, double dropout_p, double scale, \
+      int64_t head0, int64_t num_heads, int64_t scratch
+#define FUSED_REMAT_ATTENDING_GROUPED                                                      \
+  Attending {                                                                              \
+    attn_mask, key_mask, seed, {band_low, band_high}, extra_keys, dropout_p, scale, head0, \
+        num_heads, scratch                                                                 \
+  }
+#define FUSED_REMAT_ATTENDING_FLAT(a)                                                 \
+  (a).attn_mask, (a).key_mask, (a).seed, (a).band.low, (a).band.high, (a).extra_keys, \
+      (a).dropout_p, (a).scale, (a).head0, (a).num_heads, (a).scratch
+
+template <auto kImplementation>
+void attention_fwd_tile(
+    const Tensor& q, const Tensor& k, const Tensor& v, FUSED_REMAT_ATTENDING_PARAMETERS,
+    const Tensor& out, const Tensor& lse) {
+  kImplementation(q, k, v, FUSED_REMAT_ATTENDING_GROUPED, out, lse);
+}
+
+template <auto kImplementation>
+void attention_delta_tile(
+    const Tensor& q, const Tensor& k, const Tensor& v, FUSED_REMAT_ATTENDING_PARAMETERS,
+    const Tensor& lse, const Tensor& dout, const OptionalTensor& dweights, double factor,
+    bool rebuild, const Tensor& out, const Tensor& delta) {
+  kImplementation(
+      q, k, v, FUSED_REMAT_ATTENDING_GROUPED, lse, dout, {dweights, factor}, rebuild, out, delta);
+}
+
+template <auto kImplementation>
+void attention_bwd_tile(
+    const Tensor& q, const Tensor& k, const Tensor& v, FUSED_REMAT_ATTENDING_PARAMETERS,
+    const Tensor& lse, const Tensor& delta, const Tensor& dout, const OptionalTensor& dweights,
+    double factor, const OptionalTensor& dq, const OptionalTensor& dk, const OptionalTensor& dv,
+    const OptionalTensor& dattn_mask, const OptionalTensor& dkey_mask) {
+  const auto defined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
+  kImplementation(
+      q, k, v, FUSED_REMAT_ATTENDING_GROUPED, lse, delta, dout, {dweights, factor},
+      {defined(dq), defined(dk), defined(dv), defined(dattn_mask), defined(dkey_mask)});
+}
+
+template <auto kImplementation>
+void attention_weights_tile(
+    const Tensor& q, const Tensor& k, FUSED_REMAT_ATTENDING_PARAMETERS, const Tensor& lse,
+    double factor, const Tensor& weights) {
+  kImplementation(q, k, FUSED_REMAT_ATTENDING_GROUPED, lse, factor, weights);
+}
+
+template <class Signature>
+auto implementer(const char* op, const string& backend) {
+  const string name = string("fused_remat::") + op + "_" + backend;
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Signature>();
+}
+
+OptionalTensor or_none(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
+
+}  // namespace
+
+namespace calls {
+
+void attention_fwd(
+    const string& backend, const Tensor& q, const Tensor& k, const Tensor& v, const Attending& a,
+    const Tensor& out, const Tensor& lse) {
+  implementer<decltype(attention_fwd_tile<cpu::attention_fwd>)>("attention_fwd", backend)
+      .call(q, k, v, FUSED_REMAT_ATTENDING_FLAT(a), out, lse);
+}
+
+void attention_delta(
+    const string& backend, const Tensor& q, const Tensor& k, const Tensor& v, const Attending& a,
+    const Tensor& lse, const Tensor& dout, const WeightsGradient& weights, bool rebuild,
+    const Tensor& out, const Tensor& delta) {
+  implementer<decltype(attention_delta_tile<cpu::attention_delta>)>("attention_delta", backend)
+      .call(
+          q, k, v, FUSED_REMAT_ATTENDING_FLAT(a), lse, dout, weights.dweights, weights.factor,
+          rebuild, out, delta);
+}
+
+void attention_bwd(
+    const string& backend, const Tensor& q, const Tensor& k, const Tensor& v, const Attending& a,
+    const Tensor& lse, const Tensor& delta, const Tensor& dout, const WeightsGradient& weights,
+    const AttentionGradients& to) {
+  implementer<decltype(attention_bwd_tile<cpu::attention_bwd>)>("attention_bwd", backend)
+      .call(
+          q, k, v, FUSED_REMAT_ATTENDING_FLAT(a), lse, delta, dout, weights.dweights,
+          weights.factor, or_none(to.dq), or_none(to.dk), or_none(to.dv), or_none(to.dattn_mask),
+          or_none(to.dkey_mask));
+}
+
+void attention_weights(
+    const string& backend, const Tensor& q, const Tensor& k, const Attending& a, const Tensor& lse,
+    double factor, const Tensor& weights) {
+  implementer<decltype(attention_weights_tile<cpu::attention_weights>)>(
+      "attention_weights", backend)
+      .call(q, k, FUSED_REMAT_ATTENDING_FLAT(a), lse, factor, weights);
+}
+
+}  // namespace calls
+
+namespace {
+
+void define_attention(torch::Library& m) {
+  const string arguments =
+      "Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? key_mask, int causal, int "
+      "window_left, int window_right, float dropout_p, float scale, int workspace, str backend, "
+      "ScalarType? compute_dtype";
+  m.def(("attention(" + arguments + "=None) -> (Tensor out, Tensor lse)").c_str());
+  for (const string op : {"attention_fwd", "attention_reference"})
+    m.def((op + "(" + arguments + ", Tensor seed) -> (Tensor out, Tensor lse)").c_str());
+  m.def(("attention_bwd(Tensor? dout, Tensor? dlse, " + arguments +
+         ", Tensor seed, Tensor? out, Tensor? lse, bool[] output_mask) -> (Tensor dq, Tensor dk, "
+         "Tensor dv, Tensor dattn_mask, Tensor dkey_mask)")
+            .c_str());
+  describe_remat_op("attention", /*saved_results=*/{true, true});
+}
+
+void define_implementer(torch::Library& m, const string& suffix) {
+  const string qk = suffix + "(Tensor q, Tensor k, ";
+  const string qkv = qk + "Tensor v, " FUSED_REMAT_ATTENDING_SCHEMA ", ";
+  m.def(("attention_fwd_" + qkv + "Tensor(a!) out, Tensor(b!) lse) -> ()").c_str());
+  m.def(("attention_delta_" + qkv +
+         "Tensor lse, Tensor dout, Tensor? dweights, float factor, bool rebuild, Tensor(a!) out, "
+         "Tensor(b!) delta) -> ()")
+            .c_str());
+  m.def(("attention_bwd_" + qkv +
+         "Tensor lse, Tensor delta, Tensor dout, Tensor? dweights, float factor, Tensor(a!)? dq, "
+         "Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dattn_mask, Tensor(e!)? dkey_mask) -> ()")
+            .c_str());
+  m.def(("attention_weights_" + qk +
+         FUSED_REMAT_ATTENDING_SCHEMA ", Tensor lse, float factor, Tensor(a!) weights) -> ()")
+            .c_str());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fused_remat, m) {
+  define_attention(m);
+  for (const string suffix : {"aten", "cpp"}) define_implementer(m, suffix);
+}
+
+TORCH_LIBRARY_IMPL(fused_remat, CompositeExplicitAutograd, m) {
+  m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&remat_without_grad>());
+  m.impl("attention_fwd", attention_fwd_op);
+  m.impl("attention_bwd", attention_bwd_op);
+  m.impl("attention_fwd_aten", attention_fwd_tile<aten::attention_fwd>);
+  m.impl("attention_delta_aten", attention_delta_tile<aten::attention_delta>);
+  m.impl("attention_bwd_aten", attention_bwd_tile<aten::attention_bwd>);
+  m.impl("attention_weights_aten", attention_weights_tile<aten::attention_weights>);
+}
+
+TORCH_LIBRARY_IMPL(fused_remat, CPU, m) {
+  m.impl("attention_fwd_cpp", attention_fwd_tile<cpu::attention_fwd>);
+  m.impl("attention_delta_cpp", attention_delta_tile<cpu::attention_delta>);
+  m.impl("attention_bwd_cpp", attention_bwd_tile<cpu::attention_bwd>);
+  m.impl("attention_weights_cpp", attention_weights_tile<cpu::attention_weights>);
+}
+
+TORCH_LIBRARY_IMPL(fused_remat, Autograd, m) {
+  m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&remat_autograd>());
+  // Only the public op is differentiable; differentiating an inner op is an error, never zeros.
+  for (const string op :
+       {"attention_fwd", "attention_bwd", "attention_fwd_aten", "attention_delta_aten",
+        "attention_bwd_aten", "attention_weights_aten", "attention_fwd_cpp", "attention_delta_cpp",
+        "attention_bwd_cpp", "attention_weights_cpp"})
+    m.impl(op.c_str(), torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(fused_remat, AutocastCPU, m) {
+  m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&remat_autocast_cpu>());
+}
+TORCH_LIBRARY_IMPL(fused_remat, AutocastCUDA, m) {
+  m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&remat_autocast_cuda>());
+}
+
+}  // namespace fused_remat
