@@ -173,13 +173,14 @@ def test_opcheck_every_op(layout, dtype, backend):
         mask = masks.get("attn_mask")
         mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
         level1 = (*given.values(), mask, masks.get("key_padding_mask"), 1, 2, -1, 0.0, 0.5, 2000, backend)
-        for name, arguments in (("attention", level1), *checked):
+        composite = ("attention_reference", (*level1, None, None))
+        for name, arguments in (("attention", level1), composite, *checked):
             results = opcheck(getattr(torch.ops.fused_remat, name).default, arguments)
             assert set(results.values()) == {"SUCCESS"}, name
             seen.add(name)
     others = tuple(f"_{other}" for other in ("cpp", "aten") if other != backend)
     ours = {name for name in spy.registered() if name.startswith("attention") and not name.endswith(others)}
-    assert seen == ours - {f"attention_weights_{backend}", "attention_plan"}
+    assert seen == ours - {f"attention_weights_{backend}"}
 
 
 def test_inner_ops_refuse_to_be_differentiated():
