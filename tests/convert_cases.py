@@ -29,6 +29,23 @@ def fused_calls() -> Iterator[list[str]]:
         functional.mlp = original
 
 
+@contextlib.contextmanager
+def fused_attentions() -> Iterator[list[str]]:
+    """Collects the kind of the folded norm, or "", of every call of `functional.multi_head_attention`."""
+    calls: list[str] = []
+    original = functional.multi_head_attention
+
+    def counted(*args, norm=None, **kwargs):
+        calls.append("" if norm is None else norm.kind)
+        return original(*args, norm=norm, **kwargs)
+
+    functional.multi_head_attention = counted
+    try:
+        yield calls
+    finally:
+        functional.multi_head_attention = original
+
+
 def step(model: nn.Module, *inputs: Tensor, seed: int = 0) -> dict[str, Tensor]:
     """Output and every gradient of one forward and backward with a random incoming gradient."""
     for parameter in model.parameters():

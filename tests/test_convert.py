@@ -297,7 +297,9 @@ def test_report_prints_with_and_without_rich_and_dumps(monkeypatch):
     assert json.loads(json.dumps(report.to_dict()))["skipped"][0] == {
         "name": "a",
         "class_name": "Plain",
+        "kind": "",
         "became": "",
+        "note": "",
         "reason": report.skipped[0].reason,
     }
     tables = [str(report)]

@@ -1,23 +1,28 @@
-"""`convert` and `revert`: let the MLPs of an existing model drop their activations, without changing the model.
+"""`convert` and `revert`: let the layers of an existing model drop their activations, without changing the model.
 
-How it works, in reading order: `select` picks modules, `patterns` proposes where the parts of an MLP might be,
-`behaviour` proves a proposal by running the layer's code on a tiny copy, `rebind` gives the layer a subclass of its
-own class, and `fused` is what that subclass runs.
+How it works, in reading order: `select` picks modules; for MLPs, `patterns` proposes where the parts might be,
+`behaviour` proves a proposal by running the layer's code on a tiny copy; `attention` recognises nn.MultiheadAttention,
+`prenorm` blocks that normalise what these layers read; `rebind` gives a layer a subclass of its own class, which runs
+the records that `fused`, `attention` and `prenorm` define.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
 
+from fused_remat.convert.attention import FusedAttention, examine_attention
+from fused_remat.convert.callers import discards_weights
 from fused_remat.convert.examine import examine, why_already
-from fused_remat.convert.fused import Fused, Layout
-from fused_remat.convert.rebind import bind, describe, unbind
+from fused_remat.convert.fused import Layout
+from fused_remat.convert.keep import Keeps, check_keeps
+from fused_remat.convert.prenorm import examine_block, fused_below
+from fused_remat.convert.rebind import Record, bind, records_of, unbind
 from fused_remat.convert.report import Entry, Report
 from fused_remat.convert.select import Selector, select
-from fused_remat.settings import Keep, check_keep
+from fused_remat.settings import Keep
 
 __all__ = ["Entry", "Report", "convert", "revert"]
 
@@ -25,65 +30,114 @@ __all__ = ["Entry", "Report", "convert", "revert"]
 def convert(
     model: nn.Module,
     *,
-    keep: Keep | None = None,
+    keep: Keep | Mapping[str, Keep] | None = None,
+    need_weights: bool = True,
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
     dry_run: bool = False,
     strict: bool = False,
 ) -> Report:
-    """Make the MLPs of `model` keep only their inputs for backward, in place; everything else stays as it was.
+    """Make the MLPs and attentions of `model` keep less for backward, in place; everything else stays as it was.
 
-    A layer is converted if its own code, run on a tiny copy, computes what `fused_remat.mlp` computes and every part
-    is plain (no adapter, hook, parametrisation, quantised or sharded weight). It keeps its name, parameters,
-    `state_dict`, hooks, flags and attributes; only its class becomes a subclass of the one it had. Whenever a part
-    stops being plain later, the layer runs its own code again. `fused_remat.revert(model)` undoes it all.
+    An MLP is converted if its own code, run on a tiny copy, computes what `fused_remat.mlp` computes; an attention, if
+    it is an nn.MultiheadAttention, which then follows the rules of `fused_remat.MultiheadAttention`. Every part has to
+    be plain (no adapter, hook, parametrisation, quantised or sharded weight). In pre-norm blocks of nn.Transformer and
+    torchvision's ViT the norm becomes part of the fused call behind it, so that the residual stream alone is kept.
+
+    A converted layer keeps its name, parameters, `state_dict`, hooks, flags and attributes; only its class becomes a
+    subclass of the one it had (and an attention gets a forward pre-hook that does nothing: without one,
+    nn.TransformerEncoderLayer passes it by in evaluation). Whenever a part stops being plain later, the layer runs its
+    own code again. `fused_remat.revert(model)` undoes it all.
 
     Args:
         model: any module; modules reachable by several paths are converted once and stay shared.
-        keep: what backward does not have to rebuild, for every layer: None or () nothing, a tuple of "up" and "gate"
-            (a plain MLP has no "gate"), or a float in [0, 1], the fraction of hidden features whose are kept.
+        keep: what backward does not have to rebuild. None: nothing in an MLP, "out" in an attention. A tuple: exactly
+            these residuals, wherever a layer has them: "up" and "gate" of an MLP (a plain one has no "gate"), "q",
+            "k", "v" and "out" of an attention; () is nothing at all. A float in [0, 1]: the fraction of hidden features
+            of an MLP whose up and gate are kept, and "out". A mapping chooses for each kind: {"mlp": a tuple or float,
+            "attention": a tuple}.
+        need_weights: False: attentions return None instead of weights, even where a call asks for them, as
+            nn.MultiheadAttention's default does. The report names the attentions whose caller throws them away.
         include: which modules to look at; None for all. A module path as in `named_modules` (with everything below
             it), a glob pattern for one (`*` also matches dots), a module class, a function of (path, module), or a
             list of these.
         exclude: which modules not to look at; as `include`, and it wins over it.
         dry_run: only report what would happen.
-        strict: raise, before anything is changed, if something that looks like an MLP cannot be converted. Layers
-            that are fused already do not count.
+        strict: raise, before anything is changed, if something that looks like an MLP or attention cannot be
+            converted. Layers that are fused already do not count.
 
     Returns:
         A report with `converted` and `skipped` entries; it prints as a table, and `report.revert()` undoes this call.
         Converting again changes nothing: layers that are fused already are among the skipped.
 
     Raises:
-        TypeError: `model` is not a module; `keep`, `include` or `exclude` of another kind than above.
+        TypeError: `model` is not a module; `keep`, `need_weights`, `include` or `exclude` of another kind than above.
         ValueError: `keep` out of range or with an unknown name; a name in `include` or `exclude` that matches nothing;
             with `strict`, the layers that cannot be converted and why.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    keep = check_keep(() if keep is None else keep, gated=True)
-    report = Report(dry_run=dry_run)
-    found: list[tuple[nn.Module, Fused]] = []
-    refused: list[Entry] = []
-    known: set[Layout] = set()
-    for name, layer in select(model, include, exclude):
-        already = why_already(layer)
-        verdict = examine(layer, keep, known) if already is None else already
+    if not isinstance(need_weights, bool):
+        raise TypeError(f"need_weights must be a bool, got {need_weights!r}")
+    keeps = check_keeps(keep)
+    chosen = select(model, include, exclude)
+    found: list[tuple[Entry, nn.Module, Record]] = []
+    report, refused = Report(dry_run=dry_run), []
+    for name, layer, verdict in _verdicts(chosen, keeps, need_weights):
         entry = Entry(name, type(layer).__name__)
-        if isinstance(verdict, Fused):
-            found.append((layer, verdict))
-            report.converted.append(replace(entry, became=describe(verdict)))
-        elif verdict is not None:
+        if isinstance(verdict, str):
             report.skipped.append(replace(entry, reason=verdict))
-            refused += [report.skipped[-1]] if already is None else []
+            refused += [report.skipped[-1]] if why_already(layer) is None else []
+        else:
+            entry = replace(entry, kind=verdict.kind, became=verdict.describe(), note=_note(model, name, verdict))
+            found.append((entry, layer, verdict))
+    found = _with_blocks(chosen, found)
     if strict and refused:
         lines = "".join(f"\n  {entry.name or '(the model)'} ({entry.class_name}): {entry.reason}" for entry in refused)
         raise ValueError(f"strict=True, and these layers cannot be converted (nothing was changed):{lines}")
+    report.converted = [entry for entry, _, _ in found]
     if not dry_run:
-        for layer, fused in found:
-            bind(layer, fused)
-        report.layers = [layer for layer, _ in found]
+        for _, layer, record in found:
+            bind(layer, record)
+        report.bound = [(layer, record.method) for _, layer, record in found]
     return report
+
+
+def _verdicts(
+    chosen: list[tuple[str, nn.Module]], keeps: Keeps, need_weights: bool
+) -> Iterator[tuple[str, nn.Module, Record | str]]:
+    """The record or the reason for every layer that looks like an MLP or attention."""
+    known: set[Layout] = set()
+    for name, layer in chosen:
+        verdict = why_already(layer) or examine_attention(layer, keeps.attention, need_weights)
+        verdict = examine(layer, keeps.mlp, known) if verdict is None else verdict
+        if verdict is not None:
+            yield name, layer, verdict
+
+
+def _with_blocks(
+    chosen: list[tuple[str, nn.Module]], found: list[tuple[Entry, nn.Module, Record]]
+) -> list[tuple[Entry, nn.Module, Record]]:
+    """`found` and the blocks around these layers whose norms fold into them, in model order."""
+    fused = {(layer, record.method) for _, layer, record in found if record.takes_norm}
+    blocks = []
+    for name, layer in chosen:
+        block = None if "forward" in records_of(layer) else examine_block(layer)
+        if block is not None and fused.intersection(fused_below(layer, block)):
+            entry = Entry(name, type(layer).__name__, kind=block.kind, became=block.describe())
+            blocks.append((entry, layer, block))
+    order = {layer: i for i, (_, layer) in enumerate(chosen)}
+    return sorted([*blocks, *found], key=lambda item: order[item[1]])
+
+
+def _note(model: nn.Module, name: str, record: Record) -> str:
+    if not isinstance(record, FusedAttention) or not record.need_weights or not name:
+        return ""
+    parent, _, child = name.rpartition(".")
+    caller = model.get_submodule(parent)
+    if not discards_weights(caller, child):
+        return ""
+    return f"makes weights that {type(caller).__name__} throws away; convert(..., need_weights=False) leaves them out"
 
 
 def revert(model: nn.Module) -> list[str]:

@@ -42,7 +42,7 @@ class _Marker(nn.Dropout):
 
 
 @contextlib.contextmanager
-def _isolated() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """On the CPU, with gradients, without autocast, warnings or traces in torch's random state."""
     with (
         torch.inference_mode(False),
@@ -96,7 +96,7 @@ def activation_name(act: nn.Module | Callable[[Tensor], Tensor]) -> str | None:
     """
     if isinstance(act, nn.Module) and (act._parameters or act._buffers or act._modules):
         return None
-    with _isolated():
+    with isolated():
         known = _known_activations()
         names = list(known)
         for training in (False, True):
@@ -120,7 +120,7 @@ def looks_like_activation(module: nn.Module) -> bool:
         return False
     if type(module).__module__ == "torch.nn.modules.activation":
         return True
-    with _isolated():
+    with isolated():
         try:
             return _copy(module, training=False)(_grid()).shape == _grid().shape
         except Exception:  # needs other arguments or shapes: not an activation
@@ -151,7 +151,7 @@ def observe(layer: nn.Module, layout: Layout, linear: type[nn.Module]) -> list[O
     that agree in these. `linear` is the class of the linears.
     """
     observations = []
-    with _isolated():
+    with isolated():
         for training in (False, True):
             mode = "in training" if training else "in evaluation"
             try:
@@ -164,7 +164,7 @@ def observe(layer: nn.Module, layout: Layout, linear: type[nn.Module]) -> list[O
 
 def why_not_mlp(layout: Layout, observations: list[Observation]) -> str | None:
     """Why what was observed is not the MLP that `layout` describes; None if it is."""
-    with _isolated():
+    with isolated():
         for seen in observations:
             expected = _expected(layout, seen)
             what = f"its {layout.method} computes something else {seen.mode}"

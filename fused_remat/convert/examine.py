@@ -13,8 +13,8 @@ from torch import nn
 from fused_remat.convert.behaviour import Observation, observe, why_not_mlp
 from fused_remat.convert.fused import Fused, Layout, Path, find, why_changed
 from fused_remat.convert.patterns import PATTERNS, Proposal, attribute, is_conv1d
-from fused_remat.convert.rebind import describe, fused_class, record_of
-from fused_remat.nn import MLP, GatedMLP
+from fused_remat.convert.rebind import fused_class, records_of
+from fused_remat.nn import MLP, GatedMLP, MultiheadAttention
 from fused_remat.settings import RESIDUALS, Keep
 
 # Attribute values that can be told apart by `==` and are the same in a copy.
@@ -23,10 +23,10 @@ _SIMPLE = (str, int, float, bool, type(None), types.FunctionType, types.BuiltinF
 
 def why_already(layer: nn.Module) -> str | None:
     """Why there is nothing left to convert in `layer`; None if it is stock."""
-    if isinstance(layer, (MLP, GatedMLP)):
+    if isinstance(layer, (MLP, GatedMLP, MultiheadAttention)):
         return f"is a fused_remat.{type(layer).__name__}"
-    record = record_of(layer)
-    return None if record is None else f"already converted: {describe(record)}; revert it to choose again"
+    became = "; ".join(record.describe() for record in records_of(layer).values())
+    return f"already converted: {became}; revert it to choose again" if became else None
 
 
 def examine(layer: nn.Module, keep: Keep, known: set[Layout]) -> Fused | str | None:
@@ -106,7 +106,7 @@ def _why_not_now(layer: nn.Module, fused: Fused) -> str | None:
     if reason is not None:
         return reason
     try:
-        fused_class(type(layer), method)
+        fused_class(type(layer), (method,))
     except TypeError as error:  # a class that refuses subclasses, or wants arguments for them
         return f"its class cannot be subclassed: {error}"
     return None

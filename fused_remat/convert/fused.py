@@ -6,6 +6,7 @@ path, so that copies, pickles and layers whose children are swapped later see th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 from fused_remat import functional
 from fused_remat.plain import is_plain_input, why_not_plain, why_not_plain_linear, why_watched, why_weights_unfit
-from fused_remat.settings import Keep
+from fused_remat.settings import Keep, Norm
+
+_MLP_TAKES_NORM = "norm" in inspect.signature(functional.mlp).parameters
 
 Path = tuple[str, ...]
 
@@ -55,6 +58,28 @@ class Fused:
     settings: tuple[tuple[Path, str, Any], ...]  # (part, attribute, value) that the replaced code reads
     children: tuple[str, ...] | None  # all child names where the code runs every child (nn.Sequential), else None
 
+    @property
+    def method(self) -> str:
+        return self.layout.method
+
+    @property
+    def takes_norm(self) -> bool:
+        """Whether a norm of its input can be folded into the fused call: nothing else runs on x, or adds it."""
+        return _MLP_TAKES_NORM and not self.layout.before and not self.layout.norm
+
+    @property
+    def kind(self) -> str:
+        return "gated mlp" if self.layout.gate else "mlp"
+
+    def describe(self) -> str:
+        return f"{self.kind}, {self.layout.activation}, keep={self.keep}"
+
+    def run(self, layer: nn.Module, stock: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
+        if len(args) + len(kwargs) != 1:
+            return stock()
+        (x,) = args or kwargs.values()
+        return stock() if why_stock(layer, self, x) is not None else run(layer, self, x)
+
 
 def find(layer: nn.Module, path: Path) -> nn.Module | None:
     """The module at `path` below `layer`; None if there is none."""
@@ -84,24 +109,30 @@ def why_changed(layer: nn.Module, fused: Fused) -> str | None:
     return why_weights_unfit(*[find(layer, path).weight for path in fused.layout.linears])
 
 
-def run(layer: nn.Module, fused: Fused, x: Tensor, stock: Callable[[], Any]) -> Any:
-    """The fused result for the one input `x` of `layer`, or `stock()`, the layer's own code, where that must run."""
+def why_stock(layer: nn.Module, fused: Fused, x: Tensor) -> str | None:
+    """Why this call must run the layer's own code; None if the fused one computes the same."""
+    if not is_plain_input(x):
+        return f"the input is a {type(x).__name__}"
+    reason = why_changed(layer, fused) or why_watched()
+    if reason is None and fused.layout.dropout and find(layer, fused.layout.dropout).p >= 1.0:
+        return "everything is dropped"
+    return reason
+
+
+def run(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None = None) -> Tensor:
+    """The fused result for the one input `x` of `layer`, or for `norm` of it where the record takes one."""
     layout = fused.layout
-    if not is_plain_input(x) or why_changed(layer, fused) is not None or why_watched() is not None:
-        return stock()
-    dropout = find(layer, layout.dropout) if layout.dropout else None
-    if dropout is not None and dropout.p >= 1.0:
-        return stock()
     for path in layout.before:
         x = find(layer, path)(x)
-    y = _mlp(layer, fused, x, dropout)
+    y = _mlp(layer, fused, x, {} if norm is None else {"norm": norm})
     for path in layout.after:
         y = find(layer, path)(y)
     return find(layer, layout.norm)(y + x) if layout.norm else y
 
 
-def _mlp(layer: nn.Module, fused: Fused, x: Tensor, dropout: nn.Module | None) -> Tensor:
+def _mlp(layer: nn.Module, fused: Fused, x: Tensor, options: dict[str, Any]) -> Tensor:
     layout = fused.layout
+    dropout = find(layer, layout.dropout) if layout.dropout else None
     up, down = find(layer, layout.up), find(layer, layout.down)
     gate = find(layer, layout.gate) if layout.gate else None
     transposed = fused.linear is not nn.Linear
@@ -119,4 +150,5 @@ def _mlp(layer: nn.Module, fused: Fused, x: Tensor, dropout: nn.Module | None) -
         dropout_p=0.0 if dropout is None else dropout.p,
         training=dropout is not None and dropout.training,
         keep=fused.keep,
+        **options,
     )

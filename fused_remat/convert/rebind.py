@@ -1,103 +1,134 @@
-"""Giving one layer the fused forward: its class becomes a subclass of the class it had.
+"""Giving one layer a fused method: its class becomes a subclass of the class it had.
 
-Only `module.__class__` and one attribute change. Parameters, children, hooks, names, `state_dict`, the `training` flag
-and every other attribute stay in place, `isinstance` and the class's name still answer as before, other instances of
-the class are untouched, and a copy or pickle carries the class along: it is rebuilt from the original class, in
-another process too. (A forward bound to the instance would break copies and pickles: it stays bound to the old one.)
+Only `module.__class__` and one attribute change (and an attention gets the hook of `nn.attend.forbid_bypass`).
+Parameters, children, hooks, names, `state_dict`, the `training` flag and every other attribute stay in place,
+`isinstance` and the class's name still answer as before, other instances of the class are untouched, and a copy or
+pickle carries the class along: it is rebuilt from the original class, in another process too. (A forward bound to the
+instance would break copies and pickles: it stays bound to the old one.)
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from torch import nn
 
-from fused_remat.convert.fused import Fused, run
+from fused_remat.nn.attend import allow_bypass, forbid_bypass
 
-_RECORD = "_fused_remat"  # the instance attribute with the layer's Fused record
+_RECORDS = "_fused_remat"  # the instance attribute with the layer's records by method
 _ORIGINAL = "_fused_remat_original"  # on a fused class: the class it replaces
-_METHOD = "_fused_remat_method"  # on a fused class: the name of the method it overrides
+_METHODS = "_fused_remat_methods"  # on a fused class: the names of the methods it overrides
 
 
-def fused_class(original: type[nn.Module], method: str) -> type[nn.Module]:
-    """The subclass of `original` whose `method` runs fused where the instance has a record and is still plain."""
-    return _fused_class(original, method, getattr(original, method))
+class Record(Protocol):
+    """What a conversion found out about one method of a layer, and how to run it fused. It holds no module."""
+
+    method: str
+    kind: str  # what the report calls it
+    takes_norm: bool  # whether its fused call can apply a norm to its input first
+
+    def run(self, layer: nn.Module, stock: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The method's result for these arguments; `stock()` runs the layer's own code on them."""
+
+    def describe(self) -> str:
+        """What the layer became, in words."""
+
+
+def fused_class(original: type[nn.Module], methods: Iterable[str]) -> type[nn.Module]:
+    """The subclass of `original` whose `methods` run fused where the instance has a record of them."""
+    methods = tuple(sorted(methods))
+    return _fused_class(original, methods, tuple(getattr(original, method) for method in methods))
 
 
 @functools.cache
-def _fused_class(original: type[nn.Module], method: str, stock: Callable[..., Any]) -> type[nn.Module]:
-    """`stock` is what `original.method` was when it was found to be an MLP; patched later, the patch runs instead."""
-
-    @functools.wraps(stock)
-    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        current = getattr(original, method)
-        record = getattr(self, _RECORD, None)
-        if record is None or current is not stock or len(args) + len(kwargs) != 1:
-            return current(self, *args, **kwargs)
-        (x,) = args or kwargs.values()
-        return run(self, record, x, lambda: current(self, *args, **kwargs))
-
-    # A code object of its own: torch.compile counts recompilations per code object, and classes are not recompilations.
-    fused.__code__ = fused.__code__.replace(co_name=method)
+def _fused_class(
+    original: type[nn.Module], methods: tuple[str, ...], stocks: tuple[Callable[..., Any], ...]
+) -> type[nn.Module]:
+    """`stocks` is what the methods were when they were examined; patched later, the patch runs instead."""
 
     def extra_repr(self: nn.Module) -> str:
-        record = getattr(self, _RECORD, None)
-        own = original.extra_repr(self)
-        return own if record is None else ", ".join(filter(None, [own, f"fused_remat: {describe(record)}"]))
+        became = "; ".join(record.describe() for record in records_of(self).values())
+        return ", ".join(filter(None, [original.extra_repr(self), became and f"fused_remat: {became}"]))
 
     def reduce_ex(self: nn.Module, protocol: int) -> tuple[Any, ...]:
         make, args, *rest = original.__reduce_ex__(self, protocol)
         cls = type(self)
         if _ORIGINAL not in vars(cls):  # a further subclass, whose pickling is its own affair
             return (make, args, *rest)
-        return (_rebuild, (method, make, tuple(original if arg is cls else arg for arg in args)), *rest)
+        return (_rebuild, (methods, make, tuple(original if arg is cls else arg for arg in args)), *rest)
 
     namespace = {
-        method: fused,
+        **{method: _fused_method(original, method, stock) for method, stock in zip(methods, stocks, strict=True)},
         "extra_repr": extra_repr,
         "__reduce_ex__": reduce_ex,
         "__doc__": original.__doc__,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         _ORIGINAL: original,
-        _METHOD: method,
+        _METHODS: methods,
     }
     return type(original)(original.__name__, (original,), namespace)
 
 
-def _rebuild(method: str, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
+def _fused_method(original: type[nn.Module], method: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        current = getattr(original, method)
+        record = records_of(self).get(method)
+        if record is None or current is not stock:
+            return current(self, *args, **kwargs)
+        return record.run(self, lambda: current(self, *args, **kwargs), *args, **kwargs)
+
+    # A code object of its own: torch.compile counts recompilations per code object, and classes are not recompilations.
+    fused.__code__ = fused.__code__.replace(co_name=method)
+    return fused
+
+
+def _rebuild(methods: tuple[str, ...], make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
     layer = make(*args)
-    layer.__class__ = fused_class(type(layer), method)
+    layer.__class__ = fused_class(type(layer), methods)
     return layer
 
 
-def describe(fused: Fused) -> str:
-    """What a layer became, in words: kind, activation and what it keeps."""
-    kind = "gated mlp" if fused.layout.gate else "mlp"
-    return f"{kind}, {fused.layout.activation}, keep={fused.keep}"
+def original_class(layer: nn.Module) -> type[nn.Module]:
+    """The class of `layer`, or the one it had before it was converted."""
+    return vars(type(layer)).get(_ORIGINAL, type(layer))
 
 
-def bind(layer: nn.Module, fused: Fused) -> None:
-    """Make `layer` run fused."""
-    layer.__class__ = fused_class(type(layer), fused.layout.method)
-    layer.__dict__[_RECORD] = fused
+def records_of(layer: nn.Module) -> dict[str, Record]:
+    """The records of a converted layer by method; empty for any other module."""
+    return layer.__dict__.get(_RECORDS, {})
 
 
-def unbind(layer: nn.Module) -> bool:
-    """Give `layer` its original class back; False if it was not fused.
+def bind(layer: nn.Module, record: Record) -> None:
+    """Make `layer` run the record's method fused, besides those it runs fused already."""
+    records = {**records_of(layer), record.method: record}
+    layer.__class__ = fused_class(original_class(layer), records)
+    layer.__dict__[_RECORDS] = records
+    if isinstance(layer, nn.MultiheadAttention):
+        forbid_bypass(layer)
+
+
+def unbind(layer: nn.Module, methods: Iterable[str] | None = None) -> bool:
+    """Give `layer` its own code back, for these methods or for all; False if none of them was fused.
 
     A class made on top of the fused one since (FSDP2 does that) stays, and runs the original code from now on.
     """
-    if layer.__dict__.pop(_RECORD, None) is None:
+    records = records_of(layer)
+    removed = set(records) if methods is None else set(records) & set(methods)
+    if not removed:
         return False
-    original = vars(type(layer)).get(_ORIGINAL)
-    if original is not None:
-        layer.__class__ = original
+    remaining = {method: record for method, record in records.items() if method not in removed}
+    is_fused = _ORIGINAL in vars(type(layer))
+    if remaining:
+        layer.__dict__[_RECORDS] = remaining
+    else:
+        del layer.__dict__[_RECORDS]
+    if is_fused:
+        original = original_class(layer)
+        layer.__class__ = fused_class(original, remaining) if remaining else original
+    if isinstance(layer, nn.MultiheadAttention):
+        allow_bypass(layer)
     return True
-
-
-def record_of(layer: nn.Module) -> Fused | None:
-    """The record of a fused layer; None for any other module."""
-    return layer.__dict__.get(_RECORD)

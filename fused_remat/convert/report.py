@@ -10,7 +10,7 @@ from torch import nn
 
 from fused_remat.convert.rebind import unbind
 
-_COLUMNS = ("layer", "class", "became", "left alone because")
+_COLUMNS = ("layer", "class", "became", "note", "left alone because")
 
 
 @dataclass(frozen=True)
@@ -19,23 +19,33 @@ class Entry:
 
     name: str  # as in model.named_modules(); "" is the model itself
     class_name: str
+    kind: str = ""  # of what was converted: "mlp", "gated mlp", "attention" or "block"
     became: str = ""
+    note: str = ""  # what could be better
     reason: str = ""
 
 
 @dataclass
 class Report:
-    """`converted` and `skipped` layers in model order; `skipped` holds whatever looks like an MLP."""
+    """`converted` and `skipped` layers in model order; `skipped` holds whatever looks like an MLP or attention.
+
+    A layer has one entry for each thing that it became: a block around an attention may be an MLP too.
+    """
 
     converted: list[Entry] = field(default_factory=list)
     skipped: list[Entry] = field(default_factory=list)
     dry_run: bool = False
-    layers: list[nn.Module] = field(default_factory=list, repr=False)  # the converted ones
+    bound: list[tuple[nn.Module, str]] = field(default_factory=list, repr=False)  # (layer, method) of `converted`
 
     def revert(self) -> list[str]:
-        """Undo this conversion; the names of the layers that got their original class back."""
-        pairs = zip(self.converted, self.layers, strict=False)  # a dry run has no layers
-        return [entry.name for entry, layer in pairs if unbind(layer)]
+        """Undo this conversion; the names of the layers that got code of their own back."""
+        pairs = zip(self.converted, self.bound, strict=False)  # a dry run binds nothing
+        return list(dict.fromkeys(entry.name for entry, (layer, method) in pairs if unbind(layer, [method])))
+
+    def count(self, kind: str) -> int:
+        """How many entries of this kind were converted; "mlp" counts the gated ones too."""
+        kinds = ("mlp", "gated mlp") if kind == "mlp" else (kind,)
+        return sum(entry.kind in kinds for entry in self.converted)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, strings and bools, for JSON."""
@@ -52,7 +62,7 @@ class Report:
 
     def __str__(self) -> str:
         rows = [
-            (entry.name or "(the model)", entry.class_name, entry.became, entry.reason)
+            (entry.name or "(the model)", entry.class_name, entry.became, entry.note, entry.reason)
             for entry in (*self.converted, *self.skipped)
         ]
         columns = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows)]

@@ -1,0 +1,85 @@
+"""A converted nn.MultiheadAttention: whether it can run fused, and the fused call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from fused_remat.convert.rebind import original_class
+from fused_remat.nn.attend import Result, attend, why_not_plain_out_proj
+from fused_remat.nn.attention import must_run_stock
+from fused_remat.plain import PLAIN_TENSOR_TYPES, class_name, is_plain_input, why_weights_unfit
+from fused_remat.settings import Norm
+
+_IN_PROJ = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """What the fused call of an attention relies on: `keep`, and whether it ever makes weights."""
+
+    keep: tuple[str, ...]
+    need_weights: bool = True
+    method: ClassVar[str] = "forward"
+    kind: ClassVar[str] = "attention"
+    takes_norm: ClassVar[bool] = True
+
+    def describe(self) -> str:
+        return f"attention, keep={self.keep}{'' if self.need_weights else ', no weights'}"
+
+    def run(self, layer: nn.MultiheadAttention, stock: Callable[[], Result], /, *args: Any, **kwargs: Any) -> Result:
+        return self._run(layer, stock, *args, **kwargs)
+
+    def _run(
+        self,
+        layer: nn.MultiheadAttention,
+        stock: Callable[[], Result],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        norm: Norm | None = None,
+    ) -> Result:
+        plain = all(is_plain_input(x) for x in (query, key, value) if isinstance(x, Tensor))
+        if not plain or must_run_stock(layer, query) or why_changed(layer) is not None:
+            y, weights = stock()
+            return y, weights if self.need_weights else None
+        return attend(
+            layer, query, key, value, key_padding_mask, need_weights and self.need_weights, attn_mask,
+            average_attn_weights, is_causal, keep=self.keep, norm=norm,
+        )  # fmt: skip
+
+
+def why_changed(layer: nn.MultiheadAttention) -> str | None:
+    """Why `layer` must run its own code: a part is not plain; None if all are."""
+    reason = why_not_plain_out_proj(layer)
+    if reason is not None:
+        return f"out_proj {reason}"
+    tensors = [layer.out_proj.weight]
+    for name in _IN_PROJ:
+        tensor = getattr(layer, name)
+        if tensor is None:
+            continue
+        if type(tensor) not in PLAIN_TENSOR_TYPES:
+            return f"{name} is a {type(tensor).__name__}"
+        tensors.append(tensor)
+    return why_weights_unfit(*tensors)
+
+
+def examine_attention(layer: nn.Module, keep: tuple[str, ...], need_weights: bool) -> FusedAttention | str | None:
+    """The record with which `layer` can run fused, the reason why it cannot, or None if it is no attention."""
+    if not isinstance(layer, nn.MultiheadAttention):
+        return None
+    cls = original_class(layer)
+    if cls is not nn.MultiheadAttention:
+        return f"is a {class_name(cls)}, a subclass of nn.MultiheadAttention that may compute something else"
+    if "forward" in vars(layer):
+        return "has a forward of its own on the instance"
+    return why_changed(layer) or FusedAttention(keep, need_weights)

@@ -1,0 +1,206 @@
+"""Blocks whose pre-norms are folded into the fused calls behind them, so that only the residual stream is kept.
+
+Each block here is stock code written again with `attention(norm(x))` and `mlp(norm(x))` as one step, which is one
+fused call where norm and layer are plain, and the two calls where they are not. `examine_block` believes it only after
+both versions gave the same result on a tiny block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat.convert.attention import FusedAttention
+from fused_remat.convert.behaviour import isolated
+from fused_remat.convert.fused import Fused, run, why_stock
+from fused_remat.convert.rebind import bind, original_class, records_of
+from fused_remat.nn.attend import has_own_pre_hooks
+from fused_remat.plain import PLAIN_TENSOR_TYPES, is_plain_input, why_not_plain, why_watched
+from fused_remat.settings import Norm
+
+
+def foldable(norm: nn.Module, x: Tensor) -> Norm | None:
+    """What a fused call needs in order to apply `norm` to `x` itself; None if `norm` has to be called."""
+    if not is_plain_input(x) or why_watched() is not None:
+        return None
+    cls = next((cls for cls in (nn.LayerNorm, nn.RMSNorm) if type(norm) is cls), None)
+    if cls is None or why_not_plain(norm, cls) is not None or norm.normalized_shape != tuple(x.shape[-1:]):
+        return None
+    weight, bias = norm.weight, getattr(norm, "bias", None)
+    for tensor in (weight, bias):
+        if tensor is not None and (type(tensor) not in PLAIN_TENSOR_TYPES or tensor.dtype != x.dtype):
+            return None
+    if cls is nn.LayerNorm:
+        return Norm("layer_norm", weight, bias, norm.eps)
+    return Norm("rms_norm", weight, None, torch.finfo(x.dtype).eps if norm.eps is None else norm.eps)
+
+
+def _is_called_plainly(module: nn.Module) -> bool:
+    """Whether nothing but its forward happens when `module` is called."""
+    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooks and not has_own_pre_hooks(module) and "forward" not in vars(module)
+
+
+def _attention(
+    norm: nn.Module, attention: nn.Module, x: Tensor, memory: Tensor | None = None, **options: Any
+) -> Tensor:
+    """The output of `attention(norm(x), memory, memory, need_weights=False)`; of `norm(x)` alone without memory."""
+    record = records_of(attention).get("forward")
+    folded = foldable(norm, x) if isinstance(record, FusedAttention) and _is_called_plainly(attention) else None
+
+    def stock() -> tuple[Tensor, None]:
+        query = norm(x)
+        inputs = (query, query, query) if memory is None else (query, memory, memory)
+        return attention(*inputs, need_weights=False, **options)
+
+    if folded is None:
+        return stock()[0]
+    inputs = (x, x, x) if memory is None else (x, memory, memory)
+    return record.run(attention, stock, *inputs, need_weights=False, norm=folded, **options)[0]
+
+
+def _mlp(norm: nn.Module, owner: nn.Module, method: str, x: Tensor) -> Tensor:
+    """`owner.method(norm(x))`, which is a call of `owner` for "forward"."""
+    record = records_of(owner).get(method)
+    plainly = method not in vars(owner) and (method != "forward" or _is_called_plainly(owner))
+    if isinstance(record, Fused) and record.takes_norm and plainly and why_stock(owner, record, x) is None:
+        folded = foldable(norm, x)
+        if folded is not None:
+            return run(owner, record, x, folded)
+    return owner(norm(x)) if method == "forward" else getattr(owner, method)(norm(x))
+
+
+def _encoder_layer(
+    layer: nn.TransformerEncoderLayer,
+    src: Tensor,
+    src_mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+    x = src + layer.dropout1(_attention(layer.norm1, layer.self_attn, src, **masks))
+    return x + _mlp(layer.norm2, layer, "_ff_block", x)
+
+
+def _decoder_layer(
+    layer: nn.TransformerDecoderLayer,
+    tgt: Tensor,
+    memory: Tensor,
+    tgt_mask: Tensor | None = None,
+    memory_mask: Tensor | None = None,
+    tgt_key_padding_mask: Tensor | None = None,
+    memory_key_padding_mask: Tensor | None = None,
+    tgt_is_causal: bool = False,
+    memory_is_causal: bool = False,
+) -> Tensor:
+    masks = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}
+    x = tgt + layer.dropout1(_attention(layer.norm1, layer.self_attn, tgt, **masks))
+    masks = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask, "is_causal": memory_is_causal}
+    x = x + layer.dropout2(_attention(layer.norm2, layer.multihead_attn, x, memory, **masks))
+    return x + _mlp(layer.norm3, layer, "_ff_block", x)
+
+
+def _vision_block(layer: nn.Module, input: Tensor) -> Tensor:
+    x = input + layer.dropout(_attention(layer.ln_1, layer.self_attention, input))
+    return x + _mlp(layer.ln_2, layer.mlp, "forward", x)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A kind of block: its class by module and name, its code written again, and where norms meet fused layers."""
+
+    module: str
+    name: str
+    forward: Callable[..., Tensor]
+    attentions: tuple[str, ...]  # children
+    mlp: str  # the child, "" where the block's own `_ff_block` is the MLP
+    own_methods: tuple[str, ...]  # methods whose work `forward` does
+    make: Callable[[type[nn.Module]], nn.Module]  # a tiny one of that class
+    inputs: int  # tensors that its forward takes
+
+
+def _tiny_transformer_layer(cls: type[nn.Module]) -> nn.Module:
+    return cls(4, 2, 6, dropout=0.0, norm_first=True, batch_first=True)
+
+
+BLOCKS = (
+    Block(
+        "torch.nn.modules.transformer", "TransformerEncoderLayer", _encoder_layer, ("self_attn",), "",
+        ("_sa_block",), _tiny_transformer_layer, 1,
+    ),
+    Block(
+        "torch.nn.modules.transformer", "TransformerDecoderLayer", _decoder_layer, ("self_attn", "multihead_attn"), "",
+        ("_sa_block", "_mha_block"), _tiny_transformer_layer, 2,
+    ),
+    Block(
+        "torchvision.models.vision_transformer", "EncoderBlock", _vision_block, ("self_attention",), "mlp",
+        (), lambda cls: cls(2, 4, 6, 0.0, 0.0), 1,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FusedBlock:
+    """The record of a block with pre-norms, by its number in BLOCKS."""
+
+    number: int
+    method: ClassVar[str] = "forward"
+    kind: ClassVar[str] = "block"
+    takes_norm: ClassVar[bool] = False
+
+    def describe(self) -> str:
+        return "block, pre-norms folded into what they feed"
+
+    def run(self, layer: nn.Module, stock: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
+        block = BLOCKS[self.number]
+        x = args[0] if args else None
+        replaced = any(name in vars(layer) for name in block.own_methods)
+        if not isinstance(x, Tensor) or not is_plain_input(x) or replaced or not getattr(layer, "norm_first", True):
+            return stock()
+        return block.forward(layer, *args, **kwargs)
+
+
+def examine_block(layer: nn.Module) -> FusedBlock | None:
+    """The record with which `layer` folds its pre-norms; None if it is no block that is known to have some."""
+    cls = original_class(layer)
+    for number, block in enumerate(BLOCKS):
+        if (cls.__module__, cls.__name__) != (block.module, block.name) or "forward" in vars(layer):
+            continue
+        if getattr(layer, "norm_first", True) and _computes_the_same(number, cls, cls.forward):
+            return FusedBlock(number)
+    return None
+
+
+def fused_below(layer: nn.Module, record: FusedBlock) -> list[tuple[nn.Module, str]]:
+    """The layers (with their methods) into which the block's norms fold, if those are converted."""
+    block = BLOCKS[record.number]
+    below = [(layer._modules.get(name), "forward") for name in block.attentions]
+    below.append((layer._modules.get(block.mlp), "forward") if block.mlp else (layer, "_ff_block"))
+    return [(module, method) for module, method in below if module is not None]
+
+
+@functools.cache
+def _computes_the_same(number: int, cls: type[nn.Module], stock: Callable[..., Any]) -> bool:
+    """Whether `stock`, the forward of `cls`, returns on a tiny block what our version does, in either mode."""
+    block = BLOCKS[number]
+    with isolated():
+        try:
+            tiny = block.make(cls).double()
+            for parameter in tiny.parameters():
+                nn.init.normal_(parameter)
+            for name in block.attentions:
+                bind(tiny._modules[name], FusedAttention(("out",)))
+            inputs = [torch.randn(2, 3, 4, dtype=torch.float64) for _ in range(block.inputs)]
+            for training in (True, False):
+                tiny.train(training)
+                ours, theirs = FusedBlock(number).run(tiny, lambda: None, *inputs), stock(tiny, *inputs)
+                if ours is None or not torch.allclose(ours, theirs, rtol=1e-9, atol=1e-9):
+                    return False
+        except Exception:  # another version of the class: other arguments, other children
+            return False
+    return True
