@@ -112,43 +112,57 @@ def _vision_block(layer: nn.Module, input: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Block:
-    """A kind of block: its class by module and name, its code written again, and where norms meet fused layers."""
+    """A kind of block: its code written again, and where norms meet fused layers."""
 
-    module: str
-    name: str
     forward: Callable[..., Tensor]
     attentions: tuple[str, ...]  # children
     mlp: str  # the child, "" where the block's own `_ff_block` is the MLP
-    own_methods: tuple[str, ...]  # methods whose work `forward` does
+    inlined: dict[str, Callable[..., Tensor]]  # methods whose work `forward` does, as they were at import
     make: Callable[[type[nn.Module]], nn.Module]  # a tiny one of that class
     inputs: int  # tensors that its forward takes
+
+
+def _methods(cls: type[nn.Module], *names: str) -> dict[str, Callable[..., Tensor]]:
+    return {name: getattr(cls, name) for name in names}
 
 
 def _tiny_transformer_layer(cls: type[nn.Module]) -> nn.Module:
     return cls(4, 2, 6, dropout=0.0, norm_first=True, batch_first=True)
 
 
-BLOCKS = (
-    Block(
-        "torch.nn.modules.transformer", "TransformerEncoderLayer", _encoder_layer, ("self_attn",), "",
-        ("_sa_block",), _tiny_transformer_layer, 1,
+BLOCKS = {  # by the class
+    "torch.nn.modules.transformer.TransformerEncoderLayer": Block(
+        _encoder_layer,
+        attentions=("self_attn",),
+        mlp="",
+        inlined=_methods(nn.TransformerEncoderLayer, "_sa_block"),
+        make=_tiny_transformer_layer,
+        inputs=1,
     ),
-    Block(
-        "torch.nn.modules.transformer", "TransformerDecoderLayer", _decoder_layer, ("self_attn", "multihead_attn"), "",
-        ("_sa_block", "_mha_block"), _tiny_transformer_layer, 2,
+    "torch.nn.modules.transformer.TransformerDecoderLayer": Block(
+        _decoder_layer,
+        attentions=("self_attn", "multihead_attn"),
+        mlp="",
+        inlined=_methods(nn.TransformerDecoderLayer, "_sa_block", "_mha_block"),
+        make=_tiny_transformer_layer,
+        inputs=2,
     ),
-    Block(
-        "torchvision.models.vision_transformer", "EncoderBlock", _vision_block, ("self_attention",), "mlp",
-        (), lambda cls: cls(2, 4, 6, 0.0, 0.0), 1,
+    "torchvision.models.vision_transformer.EncoderBlock": Block(
+        _vision_block,
+        attentions=("self_attention",),
+        mlp="mlp",
+        inlined={},
+        make=lambda cls: cls(2, 4, 6, 0.0, 0.0),
+        inputs=1,
     ),
-)  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class FusedBlock:
-    """The record of a block with pre-norms, by its number in BLOCKS."""
+    """The record of a block with pre-norms, by its name in BLOCKS."""
 
-    number: int
+    name: str
     method: ClassVar[str] = "forward"
     kind: ClassVar[str] = "block"
     takes_norm: ClassVar[bool] = False
@@ -157,48 +171,53 @@ class FusedBlock:
         return "block, pre-norms folded into what they feed"
 
     def run(self, layer: nn.Module, stock: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
-        block = BLOCKS[self.number]
+        block = BLOCKS[self.name]
         x = args[0] if args else None
-        replaced = any(name in vars(layer) for name in block.own_methods)
-        if not isinstance(x, Tensor) or not is_plain_input(x) or replaced or not getattr(layer, "norm_first", True):
+        if not isinstance(x, Tensor) or not is_plain_input(x) or _is_changed(layer, block):
             return stock()
         return block.forward(layer, *args, **kwargs)
+
+
+def _is_changed(layer: nn.Module, block: Block) -> bool:
+    """Whether `layer` no longer does what `block.forward` does."""
+    replaced = any(
+        name in vars(layer) or getattr(type(layer), name) is not method for name, method in block.inlined.items()
+    )
+    return replaced or not getattr(layer, "norm_first", True)
 
 
 def examine_block(layer: nn.Module) -> FusedBlock | None:
     """The record with which `layer` folds its pre-norms; None if it is no block that is known to have some."""
     cls = original_class(layer)
-    for number, block in enumerate(BLOCKS):
-        if (cls.__module__, cls.__name__) != (block.module, block.name) or "forward" in vars(layer):
-            continue
-        if getattr(layer, "norm_first", True) and _computes_the_same(number, cls, cls.forward):
-            return FusedBlock(number)
-    return None
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if name not in BLOCKS or "forward" in vars(layer) or _is_changed(layer, BLOCKS[name]):
+        return None
+    return FusedBlock(name) if _computes_the_same(name, cls, cls.forward) else None
 
 
 def fused_below(layer: nn.Module, record: FusedBlock) -> list[tuple[nn.Module, str]]:
     """The layers (with their methods) into which the block's norms fold, if those are converted."""
-    block = BLOCKS[record.number]
+    block = BLOCKS[record.name]
     below = [(layer._modules.get(name), "forward") for name in block.attentions]
     below.append((layer._modules.get(block.mlp), "forward") if block.mlp else (layer, "_ff_block"))
     return [(module, method) for module, method in below if module is not None]
 
 
 @functools.cache
-def _computes_the_same(number: int, cls: type[nn.Module], stock: Callable[..., Any]) -> bool:
+def _computes_the_same(name: str, cls: type[nn.Module], stock: Callable[..., Any]) -> bool:
     """Whether `stock`, the forward of `cls`, returns on a tiny block what our version does, in either mode."""
-    block = BLOCKS[number]
+    block = BLOCKS[name]
     with isolated():
         try:
             tiny = block.make(cls).double()
             for parameter in tiny.parameters():
                 nn.init.normal_(parameter)
-            for name in block.attentions:
-                bind(tiny._modules[name], FusedAttention(("out",)))
+            for child in block.attentions:
+                bind(tiny._modules[child], FusedAttention(("out",)))
             inputs = [torch.randn(2, 3, 4, dtype=torch.float64) for _ in range(block.inputs)]
             for training in (True, False):
                 tiny.train(training)
-                ours, theirs = FusedBlock(number).run(tiny, lambda: None, *inputs), stock(tiny, *inputs)
+                ours, theirs = FusedBlock(name).run(tiny, lambda: None, *inputs), stock(tiny, *inputs)
                 if ours is None or not torch.allclose(ours, theirs, rtol=1e-9, atol=1e-9):
                     return False
         except Exception:  # another version of the class: other arguments, other children
