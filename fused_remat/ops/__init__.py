@@ -14,9 +14,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from fused_remat import _extension
-from fused_remat.ops import attention, mlp
+from fused_remat.ops import attention, mlp, multi_head_attention
 
-_OPS = (mlp, attention)
+_OPS = (mlp, attention, multi_head_attention)
 _lock = threading.Lock()
 _has_fakes = False
 _has_flops = False

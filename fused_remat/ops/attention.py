@@ -10,7 +10,7 @@ from torch import Tensor
 from fused_remat import reference
 
 _TILES = ("attention_fwd", "attention_delta", "attention_bwd", "attention_weights")
-_CAUSAL = (None, "top_left", "bottom_right")  # by the code that the ops take
+CAUSAL = (None, "top_left", "bottom_right")  # by the code that the ops take
 
 
 def heads_like(t: Tensor, heads: int, length: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -54,7 +54,7 @@ def _reference(q, k, v, attn_mask, key_mask, causal, window_left, window_right, 
                compute_dtype, seed):  # fmt: skip
     dtype = compute_dtype or q.dtype
     out, lse, _ = reference.attention(
-        *(t.to(dtype) for t in (q, k, v)), attn_mask=attn_mask, key_padding_mask=key_mask, causal=_CAUSAL[causal],
+        *(t.to(dtype) for t in (q, k, v)), attn_mask=attn_mask, key_padding_mask=key_mask, causal=CAUSAL[causal],
         window=window_of(window_left, window_right), dropout_p=dropout_p, scale=scale, seed=seed,
     )  # fmt: skip
     return out, lse

@@ -1,0 +1,184 @@
+"""The operators of multi-head attention from x: fake kernels, reference kernel and FLOP formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_remat import reference
+from fused_remat.ops.attention import CAUSAL, wide, window_of
+from fused_remat.settings import Norm
+
+OPERANDS = 21  # the leading arguments, all tensors or None
+
+
+@cache
+def _names() -> tuple[str, ...]:
+    schema = torch.ops.fused_remat.multi_head_attention.default._schema
+    return tuple(argument.name for argument in schema.arguments)
+
+
+def _call(args: tuple[Any, ...]) -> SimpleNamespace:
+    """The arguments of a call by name; the last one may be missing."""
+    return SimpleNamespace(**dict(zip(_names(), (*args, None), strict=False)))
+
+
+def _collapses(first: int, second: int, stride_first: int, stride_second: int) -> bool:
+    return first == 1 or second == 1 or stride_first == second * stride_second
+
+
+def _rows_like(x: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """[B, L, columns] in the memory order that the kernels choose for rows of x [B, L, D]."""
+    (batch, length, _), (by_batch, by_length, _) = x.shape, x.stride()
+    if not _collapses(batch, length, by_batch, by_length) and _collapses(length, batch, by_length, by_batch):
+        return x.new_empty((length, batch, columns), dtype=dtype).transpose(0, 1)
+    return x.new_empty((batch, length, columns), dtype=dtype)
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _call(args)
+    query, dtype = call.query, call.compute_dtype or call.query.dtype
+    y = _rows_like(query, call.w_out.shape[0], dtype)
+    key = query if call.key is None else call.key
+    keys = key.shape[1] + (call.bias_k is not None) + call.add_zero_attn
+    shape = {
+        0: (0,),
+        1: (query.shape[0], query.shape[1], keys),
+        2: (query.shape[0], call.num_heads, query.shape[1], keys),
+    }[int(call.need_weights)]
+    return y, query.new_empty(shape, dtype=dtype)
+
+
+def _fake_fwd(*args: Any) -> tuple[Tensor, ...]:
+    call = _call(args)
+    query, dtype = call.query, call.compute_dtype or call.query.dtype
+    value_width = call.w_out.shape[1] // call.num_heads
+    rows = call.w_q.shape[0]
+    if call.w_k is None:
+        width = (rows - call.num_kv_heads * value_width) // (call.num_heads + call.num_kv_heads)
+    else:
+        width = rows // call.num_heads
+    key = query if call.key is None else call.key
+    value = key if call.value is None else call.value
+
+    def kept(wanted: bool, x: Tensor, heads: int, per_head: int) -> Tensor:
+        if not wanted:
+            return query.new_empty((0,), dtype=dtype)
+        return _rows_like(x, heads * per_head, dtype).unflatten(-1, (heads, per_head))
+
+    return (
+        *_fake(*args[:-1]),
+        kept(call.keep_q, query, call.num_heads, width),
+        kept(call.keep_k, key, call.num_kv_heads, width),
+        kept(call.keep_v, value, call.num_kv_heads, value_width),
+        kept(call.keep_out, query, call.num_heads, value_width),
+        query.new_empty((query.shape[0], call.num_heads, query.shape[1]), dtype=wide(dtype)),
+    )
+
+
+def _fake_bwd(dy: Tensor | None, dweights: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    operands, output_mask = args[:OPERANDS], args[-1]
+    gradients = []
+    for position, (operand, wanted) in enumerate(zip(operands, output_mask, strict=True)):
+        if not wanted:
+            gradients.append(operands[0].new_empty((0,)))
+        elif position < 3:
+            gradients.append(_rows_like(operand, operand.shape[2], operand.dtype))
+        else:
+            gradients.append(operand.new_empty(operand.shape))
+    return tuple(gradients)
+
+
+def _reference(*args: Any) -> tuple[Tensor, Tensor]:
+    seed, call = args[-1], _call(args[:-1])
+    dtype = call.compute_dtype or call.query.dtype
+    cast = {
+        name: operand.to(dtype) if isinstance(operand, Tensor) and "mask" not in name else operand
+        for name, operand in zip(_names()[:OPERANDS], args[:OPERANDS], strict=True)
+    }
+    t = SimpleNamespace(**cast)
+    value_rows = call.num_kv_heads * (t.w_out.shape[1] // call.num_heads)
+    weights, biases = (t.w_q, t.w_k, t.w_v), (t.b_q, t.b_k, t.b_v)
+    if t.w_k is None:
+        width = (t.w_q.shape[0] - value_rows) // (call.num_heads + call.num_kv_heads)
+    else:
+        width = t.w_q.shape[0] // call.num_heads
+    rows = (call.num_heads * width, call.num_kv_heads * width, value_rows)
+    if t.w_k is None:
+        weights = t.w_q.split(rows)
+    if t.b_q is not None and t.b_q.shape[0] != rows[0]:
+        biases = t.b_q.split(rows)
+    y, probabilities = reference.multi_head_attention(
+        t.query, t.key, t.value, weights, biases, t.w_out, t.b_out, call.num_heads, call.num_kv_heads,
+        bias_k=t.bias_k, bias_v=t.bias_v, add_zero_attn=call.add_zero_attn,
+        norm=Norm(call.norm, t.norm_weight, t.norm_bias, call.norm_eps) if call.norm else None,
+        q_norm=t.q_norm, k_norm=t.k_norm, qk_norm_eps=call.qk_norm_eps,
+        rotary=None if t.cos is None else (t.cos, t.sin), rotary_interleaved=call.rotary_interleaved,
+        average_attn_weights=call.need_weights == 1, attn_mask=t.attn_mask, key_padding_mask=t.key_mask,
+        causal=CAUSAL[call.causal], window=window_of(call.window_left, call.window_right),
+        dropout_p=call.dropout_p, scale=call.scale, seed=seed,
+    )  # fmt: skip
+    return y, probabilities if call.need_weights else y.new_empty((0,))
+
+
+def register() -> None:
+    """Give the operators their fake kernels, and the reference operator its implementation."""
+    torch.library.register_fake("fused_remat::multi_head_attention", _fake)
+    torch.library.register_fake("fused_remat::multi_head_attention_fwd", _fake_fwd)
+    torch.library.register_fake("fused_remat::multi_head_attention_bwd", _fake_bwd)
+    torch.library.impl("fused_remat::multi_head_attention_reference", "CompositeImplicitAutograd")(_reference)
+
+
+def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
+    """FLOP of projections and of the products of attention, masked ones included, as torch counts its own."""
+
+    def sizes(args: tuple[Any, ...]) -> tuple[int, tuple[int, int, int], int]:
+        """FLOP of one product of scores per unit of width, of the projections of q, k and v, and of the output."""
+        call = _call(args)
+        batch, length_q, _ = call.query
+        length_k = (call.key or call.query)[1]
+        value_rows = call.num_kv_heads * (call.w_out[1] // call.num_heads)
+        if call.w_k is None:
+            width = (call.w_q[0] - value_rows) // (call.num_heads + call.num_kv_heads)
+        else:
+            width = call.w_q[0] // call.num_heads
+        widths_in = [(w or call.w_q)[1] for w in (call.w_q, call.w_k, call.w_v)]
+        rows = (call.num_heads * width, call.num_kv_heads * width, value_rows)
+        projections = tuple(
+            2 * batch * length * n * d
+            for length, n, d in zip((length_q, length_k, length_k), rows, widths_in, strict=True)
+        )
+        keys = length_k + (call.bias_k is not None) + bool(call.add_zero_attn)
+        scores = 2 * batch * call.num_heads * length_q * keys
+        out = 2 * batch * length_q * call.w_out[0] * call.w_out[1]
+        return scores * (width + value_rows // call.num_kv_heads), projections, out
+
+    def forward(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        core, projections, out = sizes(args[: len(_names())])
+        return core + sum(projections) + out
+
+    def backward(dy: Any, dweights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        core, projections, out = sizes(args[: len(_names())])
+        *_, q, k, v, kept_out, _lse, wanted = args
+        through_heads = any(wanted[i] for i in range(OPERANDS) if i not in (9, 10))
+        rebuilt = sum(flop for flop, kept in zip(projections, (q, k, v), strict=True) if kept is None)
+        total = rebuilt + out * (1 + wanted[9]) + (core if kept_out is None else 0)
+        if not through_heads:
+            return total
+        packed = args[4] is None
+        for part, flop in enumerate(projections):
+            source = 0 if args[1] is None else (part if args[part] is not None else 1)
+            total += flop * (bool(wanted[source]) + bool(wanted[3 if packed else 3 + part]))
+        return total + core * 5 // 2
+
+    packets = torch.ops.fused_remat
+    return {
+        packets.multi_head_attention: forward,
+        packets.multi_head_attention_fwd: forward,
+        packets.multi_head_attention_bwd: backward,
+    }
