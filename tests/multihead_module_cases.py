@@ -163,12 +163,13 @@ def written_out(module: nn.MultiheadAttention, case: Case) -> tuple[Tensor, Tens
 
 
 def build(cls: type[nn.MultiheadAttention], case: Case, seed: int, **more: object) -> nn.MultiheadAttention:
-    """A module with random values, far from any initialisation, in every parameter."""
+    """A module with random values in every parameter, biases too, at which scores and outputs are of order 1."""
     module = cls(**case.settings, **more).train(case.training)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.6)
+            scale = parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 0.6
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale)
     return module
 
 

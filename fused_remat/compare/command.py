@@ -35,12 +35,12 @@ class Source(NamedTuple):
 
 
 MODELS = {
-    "vit": Source("fused_remat.compare.vit", "DigitsVit", ("timm", "sklearn")),
+    "vit": Source("fused_remat.compare.vit", "DigitsVit", ("torchvision", "sklearn")),
     "llama": Source("fused_remat.compare.llama", "SourceLlama", ("transformers",)),
 }
 _BOTH = "both"
 DEFAULT_STEPS = "60"
-# A quarter of the library's default on a CPU: at that one, each MLP of these models would be a single piece.
+# A quarter of the library's default on a CPU: at that one, each layer of these models would be a single piece.
 DEFAULT_WORKSPACE_MIB = "8"
 _PICTURES = "matplotlib"
 _MOST_STEPS = 10**6
@@ -64,8 +64,8 @@ def compare(
 ) -> None:
     """Train real models three ways with the same seeds: as they are, checkpointed, and with fused_remat.
 
-    Trains a Vision Transformer (timm) on handwritten digits and a Llama-architecture decoder on the sources of Python's
-    standard library; prints losses, memory and time, and writes a report. Nothing is downloaded.
+    Trains a Vision Transformer (torchvision) on handwritten digits and a Llama-architecture decoder on the sources of
+    Python's standard library; prints losses, memory and time, and writes a report. Nothing is downloaded.
     """
     names = _check_model(model)
     step_count = _check_whole_number("--steps", steps, 1, _MOST_STEPS)

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from fused_remat import _extension
+from fused_remat.dispatch import BACKENDS
 
 _NAMESPACE = "fused_remat::"
-_TILE_MARK = "_chunk_"  # the tile operators' names end in the backend that implements them: mlp_fwd_chunk_cpp
+_ENDINGS = tuple(f"_{backend}" for backend in BACKENDS)  # of tile operators: mlp_fwd_chunk_cpp
 
 
 def operators_run(fn: Callable[[], Tensor]) -> Counter[str]:
@@ -24,7 +25,7 @@ def operators_run(fn: Callable[[], Tensor]) -> Counter[str]:
 
 def describe_path(operators: Counter[str]) -> str:
     """One sentence for a person: the tile operators with their calls per step, or that it was the reference path."""
-    tiles = sorted((name, calls) for name, calls in operators.items() if _TILE_MARK in name)
+    tiles = sorted((name, calls) for name, calls in operators.items() if name.endswith(_ENDINGS))
     if tiles:
         return "compiled operators, per step " + ", ".join(f"{name} x {calls}" for name, calls in tiles) + "."
     reason = _extension.status().reason
@@ -33,4 +34,4 @@ def describe_path(operators: Counter[str]) -> str:
 
 def ran_compiled(operators: Counter[str]) -> bool:
     """Whether a compiled tile operator was called at all."""
-    return any(_TILE_MARK in name for name in operators)
+    return any(name.endswith(_ENDINGS) for name in operators)

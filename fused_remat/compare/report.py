@@ -43,8 +43,9 @@ def table_rows(result: ModelResult) -> list[tuple[str, list[str]]]:
         ("backward peak (MiB)", [f"{v.backward_peak_mib:.1f}" for v in variants]),
         ("step time / stock", [_ratio(result, name) for name in names]),
         ("  20th to 80th percentile", [_ratio_range(result, name) for name in names]),
-        ("redone GEMMs per step", [_redone(result, name) for name in names]),
+        ("redone products (GFLOP per step)", [f"{result.redone_flop(name) / 1e9:.1f}" for name in names]),
         ("MLPs changed", [f"{v.mlps} of {result.shape.count}" for v in variants]),
+        ("attentions changed", [f"{v.attentions} of {result.shape.count}" for v in variants]),
     ]
 
 
@@ -65,13 +66,14 @@ def notes(result: ModelResult) -> list[str]:
     skipped = [f"Left alone by convert: {reason}." for reason in fused.skipped]
     return [
         f"{result.description}.",
-        f"In the converted MLPs ran: {fused.path} Their workspace: {result.workspace_bytes / MIB:g} MiB.",
+        *[f"Converted: {line}." for line in fused.converted],
+        f"In the converted layers ran: {fused.path} Their workspace: {result.workspace_bytes / MIB:g} MiB.",
         *skipped,
         "Bytes come from allocator events of one forward and backward, above parameters, optimizer state and batch. "
         "Kept: alive between forward and backward. The peaks are measured apart from it; the backward peak includes "
         f"{fused.gradient_mib:.1f} MiB of parameter gradients.",
-        "A redone GEMM is one MLP matrix product (2 M D F FLOP) beyond stock's, from the profiler's shapes; products "
-        "that run in pieces count once.",
+        "Redone products: FLOP of library matrix products beyond stock's, from the profiler's shapes; what attention "
+        "kernels compute inside is not among them.",
         f"Time is that of whole optimizer steps, the variants taking turns step by step; stock's median is "
         f"{result.step_seconds('stock'):.3f} s. Dropout is 0, so that losses differ by rounding alone.",
     ]
@@ -101,9 +103,9 @@ def summary(result: ModelResult, name: str) -> dict[str, str | int | float]:
         "step_time_ratio_p50": ratio.p50,
         "step_time_ratio_p20": ratio.p20,
         "step_time_ratio_p80": ratio.p80,
-        "redone_gemms": result.redone_gemms(name),
         "redone_gflop": result.redone_flop(name) / 1e9,
         "mlps_changed": variant.mlps,
+        "attentions_changed": variant.attentions,
     }
 
 
@@ -134,6 +136,7 @@ def write_json(results: Sequence[ModelResult], settings: Settings, folder: Path)
                 "workspace_bytes": r.workspace_bytes,
                 "seconds": r.seconds,
                 "path": r.variants[FUSED].path,
+                "converted": r.variants[FUSED].converted,
                 "skipped": r.variants[FUSED].skipped,
                 "variants": [summary(r, name) for name in r.variants],
             }
@@ -165,8 +168,3 @@ def _ratio(result: ModelResult, name: str) -> str:
 def _ratio_range(result: ModelResult, name: str) -> str:
     ratio = result.step_time_ratio(name)
     return f"{ratio.p20:.2f} to {ratio.p80:.2f}"
-
-
-def _redone(result: ModelResult, name: str) -> str:
-    gemms = result.redone_gemms(name)
-    return f"{gemms:g} ({result.redone_flop(name) / 1e9:.1f} GFLOP)" if gemms else "0"

@@ -27,13 +27,18 @@ class Spread:
 
 @dataclass(frozen=True)
 class VariantResult:
-    """One variant's curve and the memory of one of its steps; `mlps` were changed, `path` says what ran in them."""
+    """One variant's curve and the memory of one of its steps.
+
+    `mlps` and `attentions` count the changed layers, `converted` and `skipped` name them, `path` says what ran in them.
+    """
 
     name: str
     curve: Curve
     memory: Measurement
     timeline: Timeline
     mlps: int
+    attentions: int
+    converted: tuple[str, ...]
     skipped: tuple[str, ...]
     path: str
 
@@ -92,10 +97,6 @@ class ModelResult:
     def redone_flop(self, name: str) -> int:
         """FLOP of library matrix products in one step, beyond those of stock."""
         return self.variants[name].memory.gemm_flop - self.variants[STOCK].memory.gemm_flop
-
-    def redone_gemms(self, name: str) -> float:
-        """`redone_flop` in matrix products of one MLP (2 M D F): a product that runs in pieces counts once."""
-        return self.redone_flop(name) / self.shape.gemm_flop
 
 
 def spread(values: list[float]) -> Spread:

@@ -46,7 +46,9 @@ def compare_model(workload: Workload, steps: int, on_progress: OnProgress) -> Mo
 
         curves = train(workload, variants, steps, on_step)
     results = {
-        name: VariantResult(name, curves[name], memory[name], timelines[name], v.mlps, v.skipped, paths[name])
+        name: VariantResult(
+            name, curves[name], memory[name], timelines[name], v.mlps, v.attentions, v.converted, v.skipped, paths[name]
+        )
         for name, v in variants.items()
     }
     return ModelResult(

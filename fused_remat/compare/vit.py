@@ -1,35 +1,35 @@
-"""A small timm Vision Transformer on scikit-learn's handwritten digits (1797 images of 8 x 8, ten classes)."""
+"""A small torchvision Vision Transformer on scikit-learn's handwritten digits (1797 images of 8 x 8, ten classes)."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from timm.layers import Mlp
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
 
 from fused_remat.compare.workload import Batch, MlpShape, Workload
 
 _SIDE, _PATCH = 8, 2
-_TOKENS = (_SIDE // _PATCH) ** 2
+_PATCHES = (_SIDE // _PATCH) ** 2
+_TOKENS = _PATCHES + 1  # and the class token
 _HELD_OUT = 360
 _HEAD_WIDTH = 32
 _RATIO = 4
 
-# timm starts position embeddings at 0.02, where they drown next to the patch embeddings of normalised digits: a run of
-# some dozen steps would learn a bag of patches.
+# torchvision starts position embeddings at 0.02, where they drown next to the patch embeddings of normalised digits: a
+# run of some dozen steps would learn a bag of patches.
 _POSITION_STD = 0.5
 
 
 class DigitsVit(Workload):
-    """ViT, 4 blocks of width 192 (MLPs 192 -> 768 -> 192), on 16 patches per digit, 256 digits per step."""
+    """ViT, 4 pre-norm blocks of width 192 (MLPs 192 -> 768 -> 192), 16 patches per digit, 256 digits per step."""
 
     name = "vit"
-    title = "Vision Transformer (timm) on handwritten digits (scikit-learn)"
+    title = "Vision Transformer (torchvision) on handwritten digits (scikit-learn)"
     metric = "validation accuracy"
     learning_rate = 1e-3
-    mlp_class = Mlp
+    mlp_class = MLPBlock
     batch_size = 256
     width = 192
     depth = 4
@@ -37,12 +37,12 @@ class DigitsVit(Workload):
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
         digits = load_digits()
-        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)  # [N, 1, 8, 8], 0 to 16
+        images = torch.tensor(digits.images, dtype=torch.float32)  # [N, 8, 8], 0 to 16
         labels = torch.tensor(digits.target, dtype=torch.int64)  # [N]
         order = torch.randperm(len(labels), generator=self.generator(0))
         train, held_out = order[_HELD_OUT:], order[:_HELD_OUT]
         mean, std = images[train].mean(), images[train].std()
-        images = (images - mean) / std
+        images = ((images - mean) / std).unsqueeze(1).repeat(1, 3, 1, 1)  # torchvision's ViT takes colours
         self._train = images[train].to(device), labels[train].to(device)
         self._held_out = images[held_out].to(device), labels[held_out].to(device)
 
@@ -53,7 +53,7 @@ class DigitsVit(Workload):
     def describe(self) -> str:
         return (
             f"{self.depth} blocks of width {self.width}, MLPs {self.width} -> {self.shape.hidden} -> {self.width}, "
-            f"{_TOKENS} patches per image, batches of {self.batch_size} = {self.shape.rows} token rows; "
+            f"{_PATCHES} patches and a class token per image, batches of {self.batch_size} = {self.shape.rows} rows; "
             f"{len(self._train[1])} images to train on, {_HELD_OUT} held out"
         )
 
@@ -61,23 +61,19 @@ class DigitsVit(Workload):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = VisionTransformer(
-                img_size=_SIDE,
+                image_size=_SIDE,
                 patch_size=_PATCH,
-                in_chans=1,
-                num_classes=10,
-                embed_dim=self.width,
-                depth=self.depth,
+                num_layers=self.depth,
                 num_heads=self.width // _HEAD_WIDTH,
-                mlp_ratio=_RATIO,
-                class_token=False,
-                global_pool="avg",
-                weight_init="jax",
+                hidden_dim=self.width,
+                mlp_dim=_RATIO * self.width,
+                num_classes=10,
             )
-            nn.init.trunc_normal_(model.pos_embed, std=_POSITION_STD)
+            nn.init.trunc_normal_(model.encoder.pos_embedding, std=_POSITION_STD)
         return model.to(self.device).train()
 
     def batch(self, step: int) -> Batch:
-        """Images [B, 1, 8, 8] (zero mean, unit variance) and labels [B] (int64); each epoch is a new shuffle."""
+        """Images [B, 3, 8, 8] (grey, zero mean, unit variance) and labels [B] (int64); each epoch is a new shuffle."""
         images, labels = self._train
         per_epoch = len(labels) // self.batch_size
         epoch, position = divmod(step, per_epoch)

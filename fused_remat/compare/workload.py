@@ -39,6 +39,7 @@ class Workload(ABC):
     metric: ClassVar[str]  # what `validate` returns, with its unit
     learning_rate: ClassVar[float]
     mlp_class: ClassVar[type[nn.Module]]
+    depth: int  # blocks, each with one attention and one MLP
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
