@@ -30,6 +30,8 @@ _PRODUCTS: dict[str, tuple[int, int, int | None]] = {
     "aten::mv": (0, 1, 2),
     "aten::addmv": (1, 2, 5),
 }
+# Operators of the attention core: their products are no library products, as those inside torch's own kernels are not.
+_CORE = "fused_remat::attention"
 
 _SPAN = "fused_remat.measure/"
 
@@ -104,15 +106,15 @@ def _add(trace: Trace, event: _ProfilerEvent, device: torch.device) -> None:
 
 
 def _walk(roots: list[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
-    """Depth first, in time order within a thread; of what lies inside a GEMM only the allocations."""
+    """Depth first, in time order within a thread; of what lies inside a GEMM or attention only the allocations."""
     stack = [(event, False) for event in reversed(roots)]
     while stack:
-        event, inside_gemm = stack.pop()
+        event, inside = stack.pop()
         kind = event.typed[0]
-        if not inside_gemm or kind == _EventType.Allocation:
+        if not inside or kind == _EventType.Allocation:
             yield event
-        inside_gemm = inside_gemm or (kind == _EventType.TorchOp and event.name in _PRODUCTS)
-        stack.extend((child, inside_gemm) for child in reversed(event.children))
+        inside = inside or (kind == _EventType.TorchOp and (event.name in _PRODUCTS or event.name.startswith(_CORE)))
+        stack.extend((child, inside) for child in reversed(event.children))
 
 
 def _was_computed(event: _ProfilerEvent) -> bool:

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat import reference
+import fused_remat
+from fused_remat import ops, reference
 from fused_remat.measure import measure, memory_timeline
 
 M, D, F = 96, 32, 80
@@ -289,3 +290,12 @@ def test_cuda_peaks_equal_the_allocators_own_statistics():
     assert measured.backward_peak_bytes == torch.cuda.max_memory_allocated() - start
     assert measured.device == f"cuda:{torch.cuda.current_device()}"
     assert measured.gemms == 6
+
+
+@pytest.mark.skipif(ops.ready() is not None, reason="the reference path is made of library products")
+def test_products_inside_attention_kernels_are_not_counted():
+    module, x = fused_remat.MultiheadAttention(16, 2), torch.randn(6, 2, 16, requires_grad=True)
+    measured = measure(lambda: module(x, x, x, need_weights=False)[0].sum(), repeats=0)
+    projection = 2 * 12 * 16 * 16
+    assert measured.forward_gemm_flop == 4 * projection  # q, k, v and the output
+    assert measured.backward_gemm_flop == (3 + 2 * 4) * projection  # q, k and v again, and two for each
