@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from convert_cases import assert_same, fused_calls, randomize, step
+from convert_cases import assert_same, fused_attentions, fused_calls, randomize, step
 from torch import nn
 
 from fused_remat.convert import convert, revert
-from fused_remat.nn import GatedMLP
+from fused_remat.nn import GatedMLP, MultiheadAttention
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
@@ -93,3 +93,42 @@ def test_revert_of_a_sharded_layer_runs_its_own_code(mesh):
         actual = step(layer, X)
     assert calls == []
     assert_same(full(actual), step(stock, X), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("units", "folded"),
+    [([""], ["layer_norm"]), (["self_attn"], [""]), (["norm1"], [""]), (["norm1", "self_attn", ""], [""])],
+    ids=str,
+)
+def test_fully_shard_of_a_block_with_attention(mesh, units, folded):
+    from torch.distributed.fsdp import fully_shard
+
+    block = randomize(nn.TransformerEncoderLayer(6, 2, 10, 0.0, batch_first=True, norm_first=True))
+    stock = copy.deepcopy(block)
+    convert(block)
+    for unit in units:
+        fully_shard(block.get_submodule(unit), mesh=mesh)
+    x = X.view(1, 5, 6)
+    with fused_attentions() as calls:
+        actual = step(block, x)
+    assert calls == folded
+    assert_same(full(actual), step(stock, x), 1e-5)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_fully_shard_of_the_attention_module(mesh, whole):
+    from torch.distributed.fsdp import fully_shard
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = MultiheadAttention(6, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    net = randomize(Net())
+    stock = copy.deepcopy(net)
+    fully_shard(net if whole else net.attention, mesh=mesh)
+    x = X.view(1, 5, 6)
+    assert_same(full(step(net, x)), step(stock, x), 1e-5)

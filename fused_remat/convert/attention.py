@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -30,13 +30,11 @@ class FusedAttention:
     def describe(self) -> str:
         return f"attention, keep={self.keep}{'' if self.need_weights else ', no weights'}"
 
-    def run(self, layer: nn.MultiheadAttention, stock: Callable[[], Result], /, *args: Any, **kwargs: Any) -> Result:
-        return self._run(layer, stock, *args, **kwargs)
-
-    def _run(
+    def run(
         self,
         layer: nn.MultiheadAttention,
         stock: Callable[[], Result],
+        /,
         query: Tensor,
         key: Tensor,
         value: Tensor,
