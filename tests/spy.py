@@ -66,19 +66,31 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def watching() -> Iterator[Calls]:
+    """Calls of level 2 ops that reach the dispatcher, in order."""
+    with _Watch() as watch:
+        yield watch.calls
+
+
+def run(name: str, arguments: tuple, backend: str):
+    """That op of level 2 with these arguments, but on another backend than the "cpp" that they name."""
+    return getattr(torch.ops.fused_remat, name).default(*_with_backend(snapshot(arguments), backend))
+
+
 def samples(call: Callable[[], Tensor], backend: str) -> Calls:
     """Arguments of every op of levels 2 and 3 that `call()` and its backward run, for that backend.
 
     `call` runs `fused_remat` with its backend left open.
     """
-    with _Watch() as watch:
+    with watching() as calls:
         outputs = call()
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
-    level2 = [(name, _with_backend(arguments, backend)) for name, arguments in watch.calls]
     with spying() as level3:
-        for name, arguments in watch.calls:
-            getattr(torch.ops.fused_remat, name).default(*_with_backend(snapshot(arguments), "spy"))
+        for name, arguments in calls:
+            run(name, arguments, "spy")
+    level2 = [(name, _with_backend(arguments, backend)) for name, arguments in calls]
     return level2 + [(f"{name}_{backend}", arguments) for name, arguments in level3]
 
 

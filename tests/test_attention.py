@@ -145,6 +145,8 @@ def test_large_scores_in_half_precision(workspace, backend):
 @pytest.mark.parametrize("score", (-105.0, 110.0))
 def test_padded_tails_and_scores_far_from_zero(score, dtype, backend):
     """What pads a tile must not take part, though exp(0 - lse) overflows at -105 and the true scores do at +110."""
+    # In float64 eager is the truth itself; a score of 100 has lost that many units in the last place.
+    floor = 200 * torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(dtype).eps / 2
     for length_q, length_k in ((65, 65), (33, 100), (7, 129)):
         noise = cases.operands(1, 2, length_q, length_k, 16, requires_grad=False)
         q = 0.1 * noise["q"]
@@ -164,7 +166,7 @@ def test_padded_tails_and_scores_far_from_zero(score, dtype, backend):
                 assert ours[name].isfinite().equal(expected.isfinite())
                 finite = expected.isfinite()
                 error, allowed = (cases.relative_error(t[name][finite], expected[finite]) for t in (ours, eager))
-                assert error <= 2 * allowed + torch.finfo(dtype).eps / 2, (name, error, allowed)
+                assert error <= 2 * allowed + floor, (name, error, allowed)
 
 
 @BACKEND
