@@ -24,12 +24,12 @@ class Layer(nn.Module):
     def __init__(self, block: Block = BLOCK, **settings) -> None:
         super().__init__()
         self.block, self.settings = block, settings
-        self.operands = nn.ParameterDict(
-            {n: nn.Parameter(t.detach()) for n, t in block.operands(torch.float32).items() if n != "query"}
-        )
+        operands = block.operands(torch.float32)
+        self.names = [name for name in operands if name != "query"]
+        self.operands = nn.ParameterDict({name: nn.Parameter(operands[name].detach()) for name in self.names})
 
     def forward(self, x):
-        return self.block._call(dict(self.operands) | {"query": x}, self.settings)
+        return self.block._call({"query": x} | {name: self.operands[name] for name in self.names}, self.settings)
 
 
 def _forwards_in_backward(y: torch.Tensor) -> bool:

@@ -50,7 +50,9 @@ def _assert_equal(ours, truth):
 
 
 @pytest.mark.parametrize("settings", ({}, {"keep": (), "is_causal": True}, {"need_weights": True}), ids=str)
-@pytest.mark.parametrize("block", (PLAIN, Block(norm="rms_norm", qk_norm=True, rotary=4, zero_key=True)), ids=str)
+@pytest.mark.parametrize(
+    "block", (PLAIN, Block(norm="rms_norm", qk_norm=True, rotary=4, zero_key=True)), ids=("plain", "norms")
+)
 def test_fullgraph_forward_and_backward(block, settings):
     layer, x = Layer(block, **settings), torch.randn(2, block.length, block.model)
     _assert_equal(_step(torch.compile(layer, fullgraph=True, backend="aot_eager"), layer, x), _step(layer, layer, x))
