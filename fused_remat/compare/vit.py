@@ -14,7 +14,7 @@ _SIDE, _PATCH = 8, 2
 _PATCHES = (_SIDE // _PATCH) ** 2
 _TOKENS = _PATCHES + 1  # and the class token
 _HELD_OUT = 360
-_HEAD_WIDTH = 32
+_HEAD_WIDTH = 64
 _RATIO = 4
 
 # torchvision starts position embeddings at 0.02, where they drown next to the patch embeddings of normalised digits: a
