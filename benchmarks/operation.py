@@ -52,6 +52,7 @@ class Operation:
         parse: text of `--shapes`, dtype or None, activation or None -> case; raises ValueError.
         leaves: case, device -> the inputs by name, in the case's dtype, all requiring gradients.
         truth: case, leaves of any dtype -> the output, plainly computed.
+        judged: case -> the case whose results the gate compares, where that is another: one without dropout.
         providers: name -> (case, leaves -> forward function over these leaves); raises NotRun.
         slow_providers: names that `--quick` leaves out.
         error_limits: name -> error allowed in units of eager's, where that is not `parity.DEFAULT_LIMIT`.
@@ -65,5 +66,6 @@ class Operation:
     leaves: Callable[[Any, torch.device], Leaves]
     truth: Callable[[Any, Leaves], Tensor]
     providers: Mapping[str, Callable[[Any, Leaves], Forward]]
+    judged: Callable[[Any], Any] = lambda case: case
     slow_providers: frozenset[str] = frozenset()
     error_limits: Mapping[str, float] = field(default_factory=dict)

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.attention import ATTENTION
 from benchmarks.cases import DTYPES
+from benchmarks.mha import MHA
 from benchmarks.mlp import MLP
 from benchmarks.operation import EAGER, Case, Forward, Leaves, NotRun, Operation
 from benchmarks.parity import Failure, Gate, failures
@@ -24,7 +26,7 @@ from benchmarks.table import print_results
 from fused_remat.activations import ACTIVATIONS
 from fused_remat.measure import compare_time, measure
 
-OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in (MLP,)}
+OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in (MLP, ATTENTION, MHA)}
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,14 @@ def _prepare(operation: Operation, case: Case, device: torch.device, names: Sequ
 def _failures(operation: Operation, entry: _Entry) -> list[Failure]:
     """What does not pass the gate. Fills in the errors; who runs out of the device's memory moves to `not_run`."""
     _say(f"{entry.case.name}: comparing with float64")
-    gate = Gate(lambda leaves: operation.truth(entry.case, leaves), entry.leaves)
+    judged = operation.judged(entry.case)
+    gate = Gate(lambda leaves: operation.truth(judged, leaves), entry.leaves)
     errors = {}
     for name, forward in list(entry.forwards.items()):
         try:
-            errors[name] = gate.errors(forward)
+            errors[name] = gate.errors(
+                forward if judged == entry.case else operation.providers[name](judged, entry.leaves)
+            )
         except torch.OutOfMemoryError:
             del entry.forwards[name]
             entry.not_run[name] = "out of memory"
