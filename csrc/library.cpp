@@ -1,9 +1,10 @@
 // Every schema of the library in one place, and which function implements it.
-#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "activations.h"
+#include "autograd/remat.h"
 #include "mlp.h"
 #include "mlp_calls.h"
 #include "stream/plan.h"
@@ -15,65 +16,51 @@ using at::ScalarType;
 using at::Tensor;
 using std::string;
 
-// The registered signatures are flat; these adapters group their arguments. The same types serve
-// the calls below.
-using MlpOp = Tensor(
-    const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-    const OptionalTensor&, const OptionalTensor&, string, double, int64_t, int64_t, int64_t, string,
-    std::optional<ScalarType>);
-
-template <auto kImplementation>
-Tensor mlp_op(
-    const Tensor& x, const Tensor& w_up, const Tensor& w_down, const OptionalTensor& b_up,
-    const OptionalTensor& b_down, const OptionalTensor& w_gate, const OptionalTensor& b_gate,
-    string activation, double dropout_p, int64_t keep_up, int64_t keep_gate, int64_t workspace,
-    string backend, std::optional<ScalarType> compute_dtype) {
-  return kImplementation(
-      x, {w_up, w_down, b_up, b_down, w_gate, b_gate},
-      {activation, dropout_p, workspace, backend, compute_dtype.value_or(x.scalar_type())},
-      {keep_up, keep_gate});
-}
-
-// Casts nothing: x and the fp32 parameters are what is kept, and chunks are cast inside. fp64 stays
-// out of autocast, as everywhere in torch.
-template <at::DeviceType kDevice>
-Tensor mlp_autocast(
-    const Tensor& x, const Tensor& w_up, const Tensor& w_down, const OptionalTensor& b_up,
-    const OptionalTensor& b_down, const OptionalTensor& w_gate, const OptionalTensor& b_gate,
-    string activation, double dropout_p, int64_t keep_up, int64_t keep_gate, int64_t workspace,
-    string backend, std::optional<ScalarType> compute_dtype) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  if (!compute_dtype && x.scalar_type() != at::kDouble)
-    compute_dtype = at::autocast::get_autocast_dtype(kDevice);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("fused_remat::mlp", "").typed<MlpOp>();
-  return op.call(
-      x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, keep_up, keep_gate,
-      workspace, backend, compute_dtype);
-}
-
+// The registered signatures are flat; these adapters group their arguments.
 std::tuple<Tensor, Tensor, Tensor> mlp_fwd_op(
     const Tensor& x, const Tensor& w_up, const Tensor& w_down, const OptionalTensor& b_up,
     const OptionalTensor& b_down, const OptionalTensor& w_gate, const OptionalTensor& b_gate,
-    const Tensor& seed, string activation, double dropout_p, int64_t keep_up, int64_t keep_gate,
-    int64_t workspace, ScalarType compute_dtype, string backend) {
+    const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, string norm,
+    double norm_eps, string activation, double dropout_p, int64_t keep_up, int64_t keep_gate,
+    int64_t workspace, string backend, std::optional<ScalarType> compute_dtype,
+    const Tensor& seed) {
   auto [y, up, gate] = mlp_fwd(
       x, {w_up, w_down, b_up, b_down, w_gate, b_gate}, seed,
-      {activation, dropout_p, workspace, backend, compute_dtype}, {keep_up, keep_gate});
+      {activation,
+       dropout_p,
+       workspace,
+       backend,
+       compute_dtype.value_or(x.scalar_type()),
+       {norm, norm_weight, norm_bias, norm_eps}},
+      {keep_up, keep_gate});
   return {y, up, gate};
 }
 
-using MlpGradientTuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using MlpGradientTuple =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 MlpGradientTuple mlp_bwd_op(
-    const Tensor& dy, const Tensor& x, const Tensor& w_up, const Tensor& w_down,
+    const OptionalTensor& dy, const Tensor& x, const Tensor& w_up, const Tensor& w_down,
     const OptionalTensor& b_up, const OptionalTensor& b_down, const OptionalTensor& w_gate,
-    const OptionalTensor& b_gate, const Tensor& up, const Tensor& gate, const Tensor& seed,
-    string activation, double dropout_p, int64_t workspace, ScalarType compute_dtype,
-    string backend, MlpGradientMask output_mask) {
+    const OptionalTensor& b_gate, const OptionalTensor& norm_weight,
+    const OptionalTensor& norm_bias, string norm, double norm_eps, string activation,
+    double dropout_p, int64_t keep_up, int64_t keep_gate, int64_t workspace, string backend,
+    std::optional<ScalarType> compute_dtype, const Tensor& seed, const OptionalTensor& y,
+    const OptionalTensor& up, const OptionalTensor& gate, c10::List<bool> output_mask) {
+  TORCH_CHECK_VALUE(dy.has_value(), "mlp_bwd: dy must be given");
+  const ScalarType compute = compute_dtype.value_or(x.scalar_type());
+  const Tensor nothing = at::empty({0, 0}, x.options().dtype(compute));
+  MlpGradientMask wanted;
+  for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = output_mask.get(i);
   return std::tuple_cat(mlp_bwd(
-      dy, x, {w_up, w_down, b_up, b_down, w_gate, b_gate}, up, gate, seed,
-      {activation, dropout_p, workspace, backend, compute_dtype}, output_mask));
+      *dy, x, {w_up, w_down, b_up, b_down, w_gate, b_gate}, up.value_or(nothing),
+      gate.value_or(nothing), seed,
+      {activation,
+       dropout_p,
+       workspace,
+       backend,
+       compute,
+       {norm, norm_weight, norm_bias, norm_eps}},
+      wanted));
 }
 
 template <MlpForwardChunk kImplementation>
@@ -118,33 +105,6 @@ auto level3(const char* op, const std::string& backend) {
 
 namespace calls {
 
-MlpForward mlp_fwd(
-    const Tensor& x, const MlpLayer& layer, const Tensor& seed, const MlpOptions& options,
-    const MlpKeep& keep) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fused_remat::mlp_fwd", "")
-                             .typed<decltype(mlp_fwd_op)>();
-  auto [y, up, gate] = op.call(
-      x, layer.w_up, layer.w_down, layer.b_up, layer.b_down, layer.w_gate, layer.b_gate, seed,
-      options.activation, options.dropout_p, keep.up, keep.gate, options.workspace,
-      options.compute_dtype, options.backend);
-  return {y, up, gate};
-}
-
-MlpGradients mlp_bwd(
-    const Tensor& dy, const Tensor& x, const MlpLayer& layer, const Tensor& up, const Tensor& gate,
-    const Tensor& seed, const MlpOptions& options, const MlpGradientMask& output_mask) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fused_remat::mlp_bwd", "")
-                             .typed<decltype(mlp_bwd_op)>();
-  return std::apply(
-      [](auto&&... gradient) { return MlpGradients{gradient...}; },
-      op.call(
-          dy, x, layer.w_up, layer.w_down, layer.b_up, layer.b_down, layer.w_gate, layer.b_gate, up,
-          gate, seed, options.activation, options.dropout_p, options.workspace,
-          options.compute_dtype, options.backend, output_mask));
-}
-
 void mlp_fwd_chunk(
     const std::string& backend, const Tensor& x, const MlpLayer& layer, const MlpTile& tile,
     const MlpResiduals& residuals, const MlpBuffers& buffers) {
@@ -174,24 +134,20 @@ void column_sums(const std::string& backend, const Tensor& a, const Tensor& out)
 }  // namespace calls
 
 TORCH_LIBRARY(fused_remat, m) {
-  m.def(
-      "mlp(Tensor x, Tensor w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, Tensor? w_gate, "
-      "Tensor? b_gate,"
-      " str activation, float dropout_p, int keep_up, int keep_gate, int workspace, str backend,"
-      " ScalarType? compute_dtype=None) -> Tensor");
-  m.def(
-      "mlp_fwd(Tensor x, Tensor w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, Tensor? w_gate, "
-      "Tensor? b_gate,"
-      " Tensor seed, str activation, float dropout_p, int keep_up, int keep_gate, int workspace,"
-      " ScalarType compute_dtype, str backend) -> (Tensor y, Tensor up, Tensor gate)");
-  m.def(
-      "mlp_bwd(Tensor dy, Tensor x, Tensor w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, "
-      "Tensor? w_gate,"
-      " Tensor? b_gate, Tensor up, Tensor gate, Tensor seed, str activation, float dropout_p, int "
-      "workspace,"
-      " ScalarType compute_dtype, str backend, bool[7] output_mask) -> (Tensor dx, Tensor dw_up, "
-      "Tensor dw_down,"
-      " Tensor db_up, Tensor db_down, Tensor dw_gate, Tensor db_gate)");
+  const string arguments =
+      "Tensor x, Tensor w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, Tensor? w_gate, Tensor? "
+      "b_gate, Tensor? norm_weight, Tensor? norm_bias, str norm, float norm_eps, str activation, "
+      "float dropout_p, int keep_up, int keep_gate, int workspace, str backend, ScalarType? "
+      "compute_dtype";
+  m.def(("mlp(" + arguments + "=None) -> Tensor").c_str());
+  m.def(("mlp_reference(" + arguments + ", Tensor seed) -> Tensor").c_str());
+  m.def(("mlp_fwd(" + arguments + ", Tensor seed) -> (Tensor y, Tensor up, Tensor gate)").c_str());
+  m.def(("mlp_bwd(Tensor? dy, " + arguments +
+         ", Tensor seed, Tensor? y, Tensor? up, Tensor? gate, bool[] output_mask) -> (Tensor dx, "
+         "Tensor dw_up, Tensor dw_down, Tensor db_up, Tensor db_down, Tensor dw_gate, Tensor "
+         "db_gate, Tensor dnorm_weight, Tensor dnorm_bias)")
+            .c_str());
+  describe_remat_op("mlp", /*saved_results=*/{false, true, true});
   // [axis (0 tokens, 1 features), rows, features, bytes] of the tiles that the streaming would use:
   // what explain prints.
   m.def(
@@ -199,7 +155,7 @@ TORCH_LIBRARY(fused_remat, m) {
       "bool dropout,"
       " ScalarType x_dtype, ScalarType weight_dtype, ScalarType compute_dtype, int workspace, str "
       "backend,"
-      " str device) -> int[]");
+      " str device, bool norm=False) -> int[]");
   for (const string suffix : {"aten", "cpp"}) {
     m.def(("mlp_fwd_chunk_" + suffix +
            "(Tensor x, Tensor w_up, Tensor? b_up, Tensor? w_gate, Tensor? b_gate, Tensor seed, str "
@@ -226,7 +182,7 @@ TORCH_LIBRARY(fused_remat, m) {
 }
 
 TORCH_LIBRARY_IMPL(fused_remat, CompositeExplicitAutograd, m) {
-  m.impl("mlp", mlp_op<mlp_without_grad>);
+  m.impl("mlp", torch::CppFunction::makeFromBoxedFunction<&remat_without_grad>());
   m.impl("mlp_fwd", mlp_fwd_op);
   m.impl("mlp_bwd", mlp_bwd_op);
   m.impl("mlp_fwd_chunk_aten", mlp_fwd_chunk_op<aten::mlp_fwd_chunk>);
@@ -241,7 +197,7 @@ TORCH_LIBRARY_IMPL(fused_remat, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(fused_remat, Autograd, m) {
-  m.impl("mlp", mlp_op<mlp_autograd>);
+  m.impl("mlp", torch::CppFunction::makeFromBoxedFunction<&remat_autograd>());
   // Only `mlp` is differentiable; differentiating an inner op is an error, never zeros.
   for (const char* op :
        {"mlp_fwd", "mlp_bwd", "mlp_fwd_chunk_aten", "mlp_bwd_chunk_aten", "column_sums_aten",
@@ -250,7 +206,11 @@ TORCH_LIBRARY_IMPL(fused_remat, Autograd, m) {
   }
 }
 
-TORCH_LIBRARY_IMPL(fused_remat, AutocastCPU, m) { m.impl("mlp", mlp_autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(fused_remat, AutocastCUDA, m) { m.impl("mlp", mlp_autocast<at::kCUDA>); }
+TORCH_LIBRARY_IMPL(fused_remat, AutocastCPU, m) {
+  m.impl("mlp", torch::CppFunction::makeFromBoxedFunction<&remat_autocast_cpu>());
+}
+TORCH_LIBRARY_IMPL(fused_remat, AutocastCUDA, m) {
+  m.impl("mlp", torch::CppFunction::makeFromBoxedFunction<&remat_autocast_cuda>());
+}
 
 }  // namespace fused_remat

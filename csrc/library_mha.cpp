@@ -51,10 +51,15 @@ MhaOperands read_operands(Reader& r) {
 }
 
 MhaOptions read_options(Reader& r, const Tensor& query) {
-  MhaOptions options{
-      r.integer(), r.integer(), r.flag(),    r.text(),    r.number(), r.number(), r.flag(),
-      r.integer(), r.integer(), r.integer(), r.number(),  r.number(), r.integer(),
-      {r.flag(), r.flag(), r.flag(), r.flag()}, r.integer(), r.text(), query.scalar_type()};
+  MhaOptions options{r.integer(),        r.integer(),
+                     r.flag(),           r.text(),
+                     r.number(),         r.number(),
+                     r.flag(),           r.integer(),
+                     r.integer(),        r.integer(),
+                     r.number(),         r.number(),
+                     r.integer(),        {r.flag(), r.flag(), r.flag(), r.flag()},
+                     r.integer(),        r.text(),
+                     query.scalar_type()};
   const IValue& compute_dtype = r.value();
   if (!compute_dtype.isNone()) options.compute_dtype = compute_dtype.toScalarType();
   TORCH_CHECK_VALUE(
@@ -96,8 +101,7 @@ void mha_bwd_kernel(const c10::OperatorHandle& op, Stack* stack) {
   std::array<bool, kMhaOperands> wanted;
   for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = mask.get(i);
   if (options.need_weights == kNoWeights) dweights = std::nullopt;
-  const auto gradients =
-      mha_bwd(dy, dweights, operands, options, seed, residuals, lse, wanted);
+  const auto gradients = mha_bwd(dy, dweights, operands, options, seed, residuals, lse, wanted);
   torch::jit::drop(*stack, count);
   for (const Tensor& gradient : gradients)
     stack->emplace_back(gradient.defined() ? gradient : at::empty({0}, operands.query.options()));
@@ -118,19 +122,17 @@ TORCH_LIBRARY_FRAGMENT(fused_remat, m) {
   for (int i = 1; i < kMhaOperands; ++i) gradients += ", Tensor d" + std::to_string(i);
   m.def(("multi_head_attention_bwd(Tensor? dy, Tensor? dweights, " + kArguments +
          ", Tensor seed, Tensor? y, Tensor? weights, Tensor? q, Tensor? k, Tensor? v, Tensor? out, "
-         "Tensor? lse, bool[] output_mask) -> (" + gradients + ")")
+         "Tensor? lse, bool[] output_mask) -> (" +
+         gradients + ")")
             .c_str());
   describe_remat_op(
       "multi_head_attention", /*saved_results=*/{false, false, true, true, true, true, true});
 }
 
 TORCH_LIBRARY_IMPL(fused_remat, CompositeExplicitAutograd, m) {
-  m.impl(
-      "multi_head_attention", torch::CppFunction::makeFromBoxedFunction<&remat_without_grad>());
-  m.impl(
-      "multi_head_attention_fwd", torch::CppFunction::makeFromBoxedFunction<&mha_fwd_kernel>());
-  m.impl(
-      "multi_head_attention_bwd", torch::CppFunction::makeFromBoxedFunction<&mha_bwd_kernel>());
+  m.impl("multi_head_attention", torch::CppFunction::makeFromBoxedFunction<&remat_without_grad>());
+  m.impl("multi_head_attention_fwd", torch::CppFunction::makeFromBoxedFunction<&mha_fwd_kernel>());
+  m.impl("multi_head_attention_bwd", torch::CppFunction::makeFromBoxedFunction<&mha_bwd_kernel>());
 }
 
 TORCH_LIBRARY_IMPL(fused_remat, Autograd, m) {
@@ -140,12 +142,10 @@ TORCH_LIBRARY_IMPL(fused_remat, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(fused_remat, AutocastCPU, m) {
-  m.impl(
-      "multi_head_attention", torch::CppFunction::makeFromBoxedFunction<&remat_autocast_cpu>());
+  m.impl("multi_head_attention", torch::CppFunction::makeFromBoxedFunction<&remat_autocast_cpu>());
 }
 TORCH_LIBRARY_IMPL(fused_remat, AutocastCUDA, m) {
-  m.impl(
-      "multi_head_attention", torch::CppFunction::makeFromBoxedFunction<&remat_autocast_cuda>());
+  m.impl("multi_head_attention", torch::CppFunction::makeFromBoxedFunction<&remat_autocast_cuda>());
 }
 
 }  // namespace fused_remat

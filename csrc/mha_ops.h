@@ -16,22 +16,42 @@ namespace fused_remat {
 
 // In the order of every argument list, gradient list and mask.
 struct MhaOperands {
-  at::Tensor query;                 // [B, Lq, Dq]
-  OptionalTensor key, value;        // [B, Lk, D*]; absent: the (normalised) query, the key
-  at::Tensor w_q;                   // [H E, Dq], or with w_k and w_v below it where those are absent
-  OptionalTensor w_k, w_v;          // [Hk E, Dk], [Hk Ev, Dv]
-  OptionalTensor b_q, b_k, b_v;     // likewise packed where b_q has all rows
-  at::Tensor w_out;                 // [Do, H Ev]
-  OptionalTensor b_out;             // [Do]
-  OptionalTensor bias_k, bias_v;    // [Hk E], [Hk Ev]: one more key and value for every sample
+  at::Tensor query;               // [B, Lq, Dq]
+  OptionalTensor key, value;      // [B, Lk, D*]; absent: the (normalised) query, the key
+  at::Tensor w_q;                 // [H E, Dq], or with w_k and w_v below it where those are absent
+  OptionalTensor w_k, w_v;        // [Hk E, Dk], [Hk Ev, Dv]
+  OptionalTensor b_q, b_k, b_v;   // likewise packed where b_q has all rows
+  at::Tensor w_out;               // [Do, H Ev]
+  OptionalTensor b_out;           // [Do]
+  OptionalTensor bias_k, bias_v;  // [Hk E], [Hk Ev]: one more key and value for every sample
   OptionalTensor norm_weight, norm_bias;  // [Dq]
-  OptionalTensor q_norm, k_norm;    // [E]
-  OptionalTensor cos, sin;          // [1 or B, L, R]
+  OptionalTensor q_norm, k_norm;          // [E]
+  OptionalTensor cos, sin;                // [1 or B, L, R]
   OptionalTensor attn_mask, key_mask;     // as attention
 };
 enum MhaOperand {
-  kQuery, kKey, kValue, kWq, kWk, kWv, kBq, kBk, kBv, kWout, kBout, kBiasK, kBiasV, kNormWeight,
-  kNormBias, kQNorm, kKNorm, kCos, kSin, kAttnMask, kKeyMask, kMhaOperands
+  kQuery,
+  kKey,
+  kValue,
+  kWq,
+  kWk,
+  kWv,
+  kBq,
+  kBk,
+  kBv,
+  kWout,
+  kBout,
+  kBiasK,
+  kBiasV,
+  kNormWeight,
+  kNormBias,
+  kQNorm,
+  kKNorm,
+  kCos,
+  kSin,
+  kAttnMask,
+  kKeyMask,
+  kMhaOperands
 };
 
 // The residuals, which are also the results of forward after y and the weights.
@@ -67,9 +87,8 @@ MhaForward mha_fwd(const MhaOperands&, const MhaOptions&, const at::Tensor& seed
 
 // One gradient per operand; undefined where `wanted` does not ask.
 std::array<at::Tensor, kMhaOperands> mha_bwd(
-    const OptionalTensor& dy, const OptionalTensor& dweights, const MhaOperands&,
-    const MhaOptions&, const at::Tensor& seed,
-    const std::array<OptionalTensor, kMhaResiduals>& residuals, const OptionalTensor& lse,
-    const std::array<bool, kMhaOperands>& wanted);
+    const OptionalTensor& dy, const OptionalTensor& dweights, const MhaOperands&, const MhaOptions&,
+    const at::Tensor& seed, const std::array<OptionalTensor, kMhaResiduals>& residuals,
+    const OptionalTensor& lse, const std::array<bool, kMhaOperands>& wanted);
 
 }  // namespace fused_remat

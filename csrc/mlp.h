@@ -14,6 +14,8 @@
 #include <string>
 #include <tuple>
 
+#include "norm.h"
+
 namespace fused_remat {
 
 using OptionalTensor = std::optional<at::Tensor>;
@@ -36,6 +38,7 @@ struct MlpOptions {
   std::string backend;     // suffix of the level-3 ops
   // What pre-activations and y are rounded to: autocast's choice, else the dtype of x.
   at::ScalarType compute_dtype;
+  Norm norm;  // of x, before both projections
 };
 
 // Leading hidden features whose pre-activations are kept for backward, 0..F each.
@@ -45,7 +48,18 @@ struct MlpKeep {
 };
 
 // Gradients, in the order of every list and mask.
-enum MlpGradient { kDx, kDwUp, kDwDown, kDbUp, kDbDown, kDwGate, kDbGate, kMlpGradients };
+enum MlpGradient {
+  kDx,
+  kDwUp,
+  kDwDown,
+  kDbUp,
+  kDbDown,
+  kDwGate,
+  kDbGate,
+  kDNormWeight,
+  kDNormBias,
+  kMlpGradients
+};
 using MlpGradients = std::array<at::Tensor, kMlpGradients>;
 using MlpGradientMask = std::array<bool, kMlpGradients>;
 
@@ -56,11 +70,6 @@ struct MlpForward {
   at::Tensor up;
   at::Tensor gate;
 };
-
-// Level 1. x [..., D], any strides.
-at::Tensor mlp_autograd(const at::Tensor& x, const MlpLayer&, const MlpOptions&, const MlpKeep&);
-at::Tensor mlp_without_grad(
-    const at::Tensor& x, const MlpLayer&, const MlpOptions&, const MlpKeep&);
 
 // Level 2. `seed` is int64 [1], or [0] without dropout.
 MlpForward mlp_fwd(

@@ -42,6 +42,12 @@ def operands(
     return made
 
 
+def op_layer(given: dict[str, Tensor], norm: fused_remat.Norm | None = None) -> list:
+    """The arguments of `torch.ops.fused_remat.mlp*` between x and the activation."""
+    layer = [given.get(name) for name in ("w_up", "w_down", "b_up", "b_down", "w_gate", "b_gate")]
+    return [*layer, norm and norm.weight, norm and norm.bias, norm.kind if norm else "", norm.eps if norm else 0.0]
+
+
 def plan(given: dict[str, Tensor], workspace: int, backend: str, *, backward: bool = True, dropout: bool = False):
     """(axis, rows, features, bytes) of the tiles; axis is "features" or "tokens"."""
     x, w_up, w_down = given["x"], given["w_up"], given["w_down"]

@@ -72,18 +72,19 @@ def test_error_is_at_most_twice_that_of_eager(rows, dtype, chunks, backend, gate
 @GATED
 def test_forward_and_backward_on_different_backends_agree(gated):
     given = cases.operands(9, 5, 12, gated=gated, requires_grad=False)
-    layer = (given["w_up"], given["w_down"], given["b_up"], given["b_down"], given.get("w_gate"), given.get("b_gate"))
+    layer = cases.op_layer(given)
     seed, dy = torch.tensor([5]), torch.randn(9, 5, dtype=torch.float64)
     chosen = ("silu", 0.2)
-    mask = [True] * 5 + [gated] * 2
+    mask = [True] * 5 + [gated] * 2 + [False] * 2
+    keep = (7, 4 if gated else 0)
     results = []
     for forward in cases.BACKENDS:
         for backward in cases.BACKENDS:
             y, up, gate = torch.ops.fused_remat.mlp_fwd(
-                given["x"], *layer, seed, *chosen, 7, 4 if gated else 0, 1500, torch.float64, forward
+                given["x"], *layer, *chosen, *keep, 1500, forward, torch.float64, seed
             )
             grads = torch.ops.fused_remat.mlp_bwd(
-                dy, given["x"], *layer, up, gate, seed, *chosen, 1500, torch.float64, backward, mask
+                dy, given["x"], *layer, *chosen, *keep, 1500, backward, torch.float64, seed, None, up, gate, mask
             )
             results.append([y, *grads])
     for other in results[1:]:

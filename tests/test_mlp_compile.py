@@ -128,13 +128,14 @@ def test_no_grad_and_inference_mode(mode):
 # Every registered op ------------------------------------------------------------------------------------------------
 
 
-def _layer_args(given):
-    return [given.get(name) for name in ("w_up", "w_down", "b_up", "b_down", "w_gate", "b_gate")]
+_TILES = ("mlp_fwd_chunk", "mlp_bwd_chunk", "column_sums")
 
 
 def _level1(given, backend):
-    for kept in ((0, 0), (3, 2)):
-        yield "mlp", (given["x"], *_layer_args(given), "gelu", 0.0, *kept, 2000, backend)
+    width = given["x"].shape[-1]
+    ones = torch.ones(width, dtype=given["x"].dtype, requires_grad=True)
+    for kept, norm in (((0, 0), None), ((3, 2), fused_remat.Norm("layer_norm", ones, ones))):
+        yield "mlp", (given["x"], *cases.op_layer(given, norm), "gelu", 0.0, *kept, 2000, backend)
 
 
 def _level2(given, backend):
@@ -142,12 +143,12 @@ def _level2(given, backend):
     rows, hidden, dtype = given["x"].shape[:-1].numel(), given["w_up"].shape[0], given["x"].dtype
     for p in (0.0, 0.3):
         seed = torch.tensor([3]) if p else torch.empty(0, dtype=torch.int64)
-        layer = _layer_args(given)
-        yield "mlp_fwd", (given["x"], *layer, seed, "silu", p, 3, 2, 2000, dtype, backend)
+        call = (given["x"], *cases.op_layer(given), "silu", p, 3, 2, 2000, backend, dtype, seed)
+        yield "mlp_fwd", call
         dy = torch.randn(*given["x"].shape[:-1], given["w_down"].shape[0]).to(dtype)
         up, gate = (torch.randn(rows, n).to(dtype) for n in (hidden, 2))
-        for mask in ([True] * 7, [True, False] * 3 + [False]):
-            yield "mlp_bwd", (dy, given["x"], *layer, up, gate, seed, "silu", p, 2000, dtype, backend, mask)
+        for mask in ([True] * 7 + [False] * 2, [True, False] * 3 + [False] * 3):
+            yield "mlp_bwd", (dy, *call, None, up, gate, mask)
 
 
 def _level3(given, backend):
@@ -155,7 +156,7 @@ def _level3(given, backend):
     x = given["x"].reshape(-1, given["x"].shape[-1])
     rows, hidden, dtype, sums = x.shape[0], given["w_up"].shape[0], x.dtype, torch.float32
     buffer = lambda n=hidden: torch.zeros(rows, n, dtype=dtype)
-    w_up, w_down, b_up, _, w_gate, b_gate = _layer_args(given)
+    w_up, w_down, b_up, _, w_gate, b_gate, *_ = cases.op_layer(given)
     seed = torch.empty(0, dtype=torch.int64)
     chosen = (seed, "silu", 0.0, 0, 0, hidden)
     yield (
@@ -188,27 +189,27 @@ def test_opcheck_every_op(layout, dtype, backend):
             assert set(results.values()) == {"SUCCESS"}, name
             seen.add(name)
     registered = {
-        name.removeprefix("fused_remat::") for name in torch._C._dispatch_get_all_op_names() if "fused_remat" in name
+        name.removeprefix("fused_remat::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith(("fused_remat::mlp", "fused_remat::column_sums"))
     }
-    of_other_backend = {
-        name for other in cases.BACKENDS if other != backend for name in registered if name.endswith(other)
-    }
-    assert seen | of_other_backend | {"mlp_plan", "activations"} == registered
+    of_other_backends = {name for name in registered if name.startswith(_TILES) and not name.endswith(backend)}
+    assert seen | of_other_backends | {"mlp_plan", "mlp_reference"} == registered
 
 
 def test_inner_ops_refuse_to_be_differentiated():
     given = cases.operands(3, 4, 6)
     y, _, _ = torch.ops.fused_remat.mlp_fwd(
         given["x"],
-        *_layer_args(given),
-        torch.empty(0, dtype=torch.int64),
+        *cases.op_layer(given),
         "gelu",
         0.0,
         0,
         0,
         2000,
-        torch.float64,
         "cpp",
+        torch.float64,
+        torch.empty(0, dtype=torch.int64),
     )
     with pytest.raises(RuntimeError, match="not implemented"):
         y.sum().backward()
@@ -247,7 +248,7 @@ def test_jvp_and_dual_numbers(cls):
 
 def test_the_bare_op_refuses_transforms_instead_of_dropping_them():
     given = cases.operands(3, 4, 6, requires_grad=False)
-    op = lambda x: torch.ops.fused_remat.mlp(x, *_layer_args(given), "gelu", 0.0, 0, 0, 2000, "cpp")
+    op = lambda x: torch.ops.fused_remat.mlp(x, *cases.op_layer(given), "gelu", 0.0, 0, 0, 2000, "cpp")
     with pytest.raises(NotImplementedError, match="reference path"):
         grad(lambda x: op(x).sum())(given["x"])
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="reference"):

@@ -91,7 +91,7 @@ def test_the_op_checks_its_own_arguments():
     """A caller of torch.ops gets an error too, never a crash or a wrong number."""
     given = _tensors()
     given["x"].requires_grad_()
-    layer = [given.get(name) for name in ("w_up", "w_down", "b_up", "b_down", "w_gate", "b_gate")]
+    layer = cases.op_layer(given)
     op, good = torch.ops.fused_remat.mlp, ("gelu", 0.0, 0, 0, 1000, "cpp")
     op(given["x"], *layer, *good)
     bad = {

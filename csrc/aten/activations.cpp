@@ -46,8 +46,7 @@ Activation gelu() {
       [](const Tensor& pre, Tensor value) { at::gelu_out(value, pre, Kind::kApproximate); },
       [](const Tensor& pre, const Tensor&, const Tensor& dvalue, Tensor dpre) {
         at::gelu_backward_out(dpre, dvalue, pre, Kind::kApproximate);
-      },
-      [](const Tensor& pre) { return at::gelu(pre, Kind::kApproximate); }};
+      }};
 }
 
 // x sigmoid(1.702 x) = silu(1.702 x) / 1.702, and its slope is silu'(1.702 x).
@@ -59,8 +58,7 @@ Activation quick_gelu() {
       [](const Tensor& pre, const Tensor&, const Tensor& dvalue, Tensor dpre) {
         Tensor scaled = pre;
         at::silu_backward_out(dpre, dvalue, scaled.mul_(kQuick));
-      },
-      [](const Tensor& pre) { return pre * at::sigmoid(pre * kQuick); }};
+      }};
 }
 
 Activation relu() {
@@ -68,8 +66,7 @@ Activation relu() {
       [](const Tensor& pre, Tensor value) { at::relu_out(value, pre); },
       [](const Tensor& pre, const Tensor&, const Tensor& dvalue, Tensor dpre) {
         at::threshold_backward_out(dpre, dvalue, pre, 0);
-      },
-      [](const Tensor& pre) { return at::relu(pre); }};
+      }};
 }
 
 Activation relu2() {
@@ -78,8 +75,7 @@ Activation relu2() {
       [](const Tensor& pre, const Tensor&, const Tensor& dvalue, Tensor dpre) {
         Tensor positive = pre;
         at::mul_out(dpre, positive.relu_(), dvalue).mul_(2);
-      },
-      [](const Tensor& pre) { return at::relu(pre).square(); }};
+      }};
 }
 
 Activation leaky_relu() {
@@ -87,8 +83,7 @@ Activation leaky_relu() {
       [](const Tensor& pre, Tensor value) { at::leaky_relu_out(value, pre, kLeak); },
       [](const Tensor& pre, const Tensor&, const Tensor& dvalue, Tensor dpre) {
         at::leaky_relu_backward_out(dpre, dvalue, pre, kLeak, /*self_is_result=*/false);
-      },
-      [](const Tensor& pre) { return at::leaky_relu(pre, kLeak); }};
+      }};
 }
 
 Activation silu() {
@@ -96,8 +91,7 @@ Activation silu() {
       [](const Tensor& pre, Tensor value) { at::silu_out(value, pre); },
       [](const Tensor& pre, const Tensor&, const Tensor& dvalue, Tensor dpre) {
         at::silu_backward_out(dpre, dvalue, pre);
-      },
-      [](const Tensor& pre) { return at::silu(pre); }};
+      }};
 }
 
 Activation sigmoid() {
@@ -105,8 +99,7 @@ Activation sigmoid() {
       [](const Tensor& pre, Tensor value) { at::sigmoid_out(value, pre); },
       [](const Tensor&, const Tensor& value, const Tensor& dvalue, Tensor dpre) {
         at::sigmoid_backward_out(dpre, dvalue, value);
-      },
-      [](const Tensor& pre) { return at::sigmoid(pre); }};
+      }};
 }
 
 Activation tanh() {
@@ -114,15 +107,13 @@ Activation tanh() {
       [](const Tensor& pre, Tensor value) { at::tanh_out(value, pre); },
       [](const Tensor&, const Tensor& value, const Tensor& dvalue, Tensor dpre) {
         at::tanh_backward_out(dpre, dvalue, value);
-      },
-      [](const Tensor& pre) { return at::tanh(pre); }};
+      }};
 }
 
 Activation identity() {
   return {
       [](const Tensor& pre, Tensor value) { value.copy_(pre); },
-      [](const Tensor&, const Tensor&, const Tensor& dvalue, Tensor dpre) { dpre.copy_(dvalue); },
-      [](const Tensor& pre) { return pre; }};
+      [](const Tensor&, const Tensor&, const Tensor& dvalue, Tensor dpre) { dpre.copy_(dvalue); }};
 }
 
 constexpr int64_t kLow32 = 0xFFFFFFFF;

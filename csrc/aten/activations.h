@@ -15,8 +15,6 @@ struct Activation {
   // may be overwritten.
   void (*gradient)(
       const at::Tensor& pre, const at::Tensor& value, const at::Tensor& dvalue, at::Tensor dpre);
-  // act(pre), differentiable as often as torch's own ops are.
-  at::Tensor (*differentiable)(const at::Tensor& pre);
 };
 
 // Raises where no activation of that name exists, naming those that do.

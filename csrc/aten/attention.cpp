@@ -38,7 +38,7 @@ class Rows {
 
   template <class Body>
   void for_each_block(const Body& body) const {
-    if (q_.numel() == 0 && (q_.size(0) == 0 || q_.size(1) == 0)) return;
+    if (q_.size(0) == 0 || q_.size(1) == 0) return;
     for (int64_t i0 = 0; i0 < q_.size(2); i0 += block_) body(i0, std::min(block_, q_.size(2) - i0));
   }
 

@@ -83,6 +83,9 @@ variable_list differentiable_gradients(
   return gradients;
 }
 
+// Sizes may be symbols here; what was not kept is known to be empty all the same.
+bool is_empty(const Tensor& t) { return t.sym_numel().maybe_as_int() == 0; }
+
 bool none_defined(const variable_list& grads) {
   for (const Tensor& grad : grads)
     if (grad.defined()) return false;
@@ -109,7 +112,7 @@ void RematBackward::save_arguments(const std::vector<IValue>& arguments, const T
 void RematBackward::save_results(const std::vector<Tensor>& results) {
   for (size_t i = 0; i < op_.saved_results.size(); ++i)
     results_.push_back(
-        op_.saved_results[i] && results[i].numel() > 0
+        op_.saved_results[i] && !is_empty(results[i])
             ? SavedVariable(results[i], /*is_output=*/i < op_.outputs)
             : SavedVariable());
 }

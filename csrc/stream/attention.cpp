@@ -34,6 +34,10 @@ void check_attention(
   TORCH_CHECK_VALUE(
       dropout_p == 0.0 || (seed.numel() == 1 && seed.scalar_type() == at::kLong),
       "attention: dropout needs an int64 seed of 1 element, got ", seed.numel());
+  for (const OptionalTensor& mask : {attn_mask, key_mask})
+    TORCH_CHECK_TYPE(
+        !mask || mask->scalar_type() == at::kBool || at::isFloatingType(mask->scalar_type()),
+        "attention: masks are bool or floating point, got ", mask->scalar_type());
   const int64_t full[] = {q.size(0), q.size(1), q.size(2), k.size(2)};
   for (int64_t dim = 0; attn_mask && dim < 4; ++dim)
     TORCH_CHECK_VALUE(
@@ -209,16 +213,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
   const BelowAutocast guard;
   std::array<Tensor, 5> gradients;
   const auto empty_like = [&](size_t which, const Tensor& t) {
-    gradients[which] = wanted[which]
-                           ? empty_heads(t.size(0), t.size(1), t.size(2), t.size(3), t.options())
-                           : at::empty({0}, t.options());
+    if (!wanted[which])
+      gradients[which] = at::empty({0}, t.options());
+    else if (t.is_contiguous())
+      gradients[which] = at::empty(t.sizes(), t.options());
+    else
+      gradients[which] = empty_heads(t.size(0), t.size(1), t.size(2), t.size(3), t.options());
   };
   empty_like(0, q);
   empty_like(1, k);
   empty_like(2, v);
   gradients[3] = at::empty({0}, attn_mask.value_or(q).options());
   gradients[4] = at::empty({0}, key_mask.value_or(q).options());
-  if (q.size(0) == 0 || q.size(2) == 0) {  // no rows: nothing was saved and nothing flows
+  if (q.size(0) == 0 || q.size(1) == 0 ||
+      q.size(2) == 0) {  // no rows: nothing was saved and nothing flows
     for (size_t i = 0; i < 3; ++i) gradients[i].zero_();
     if (wanted[3]) gradients[3] = at::zeros_like(*attn_mask);
     if (wanted[4]) gradients[4] = at::zeros_like(*key_mask);

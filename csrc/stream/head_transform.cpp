@@ -22,8 +22,9 @@ template <class Body>
 void for_each_part(
     const Tensor& heads, const HeadTransform& transform, int64_t scratch, const Body& body) {
   constexpr int64_t kTemporaries = 6;
-  const int64_t row = heads.size(1) * heads.size(3) * kTemporaries *
-                      static_cast<int64_t>(c10::elementSize(accumulation_dtype(heads.scalar_type())));
+  const int64_t row =
+      heads.size(1) * heads.size(3) * kTemporaries *
+      static_cast<int64_t>(c10::elementSize(accumulation_dtype(heads.scalar_type())));
   const int64_t step = std::max<int64_t>(1, scratch / std::max<int64_t>(row, 1));
   const auto angles = [](const Tensor& t, int64_t b, int64_t l0, int64_t n) {
     return t.select(0, t.size(0) == 1 ? 0 : b).narrow(0, l0, n);
@@ -62,43 +63,50 @@ Scaled scaled(const Tensor& wide, double eps) {
 }  // namespace
 
 void transform_heads(const Tensor& heads, const HeadTransform& transform, int64_t scratch) {
-  const at::ScalarType accumulate = accumulation_dtype(heads.scalar_type()), dtype = heads.scalar_type();
-  for_each_part(heads, transform, scratch, [&](const auto& part, const Tensor& cos, const Tensor& sin) {
-    Tensor to = part(heads), x = to.to(accumulate);
-    // The norm's result is rounded before it is turned, as separate modules would.
-    if (transform.norm_weight)
-      x = (scaled(x, transform.eps).values * transform.norm_weight->to(accumulate)).to(dtype).to(accumulate);
-    if (cos.defined()) {
-      const Tensor rotated = x.narrow(-1, 0, cos.size(-1));
-      const Tensor result = rotated * cos.to(accumulate) +
-                            turned(rotated, transform.interleaved, /*back=*/false) * sin.to(accumulate);
-      if (transform.norm_weight && cos.size(-1) < x.size(-1))
-        to.narrow(-1, cos.size(-1), x.size(-1) - cos.size(-1))
-            .copy_(x.narrow(-1, cos.size(-1), x.size(-1) - cos.size(-1)));
-      to.narrow(-1, 0, cos.size(-1)).copy_(result);
-    } else {
-      to.copy_(x);
-    }
-  });
+  const at::ScalarType accumulate = accumulation_dtype(heads.scalar_type()),
+                       dtype = heads.scalar_type();
+  for_each_part(
+      heads, transform, scratch, [&](const auto& part, const Tensor& cos, const Tensor& sin) {
+        Tensor to = part(heads), x = to.to(accumulate);
+        // The norm's result is rounded before it is turned, as separate modules would.
+        if (transform.norm_weight)
+          x = (scaled(x, transform.eps).values * transform.norm_weight->to(accumulate))
+                  .to(dtype)
+                  .to(accumulate);
+        if (cos.defined()) {
+          const Tensor rotated = x.narrow(-1, 0, cos.size(-1));
+          const Tensor result =
+              rotated * cos.to(accumulate) +
+              turned(rotated, transform.interleaved, /*back=*/false) * sin.to(accumulate);
+          if (transform.norm_weight && cos.size(-1) < x.size(-1))
+            to.narrow(-1, cos.size(-1), x.size(-1) - cos.size(-1))
+                .copy_(x.narrow(-1, cos.size(-1), x.size(-1) - cos.size(-1)));
+          to.narrow(-1, 0, cos.size(-1)).copy_(result);
+        } else {
+          to.copy_(x);
+        }
+      });
 }
 
 void transform_heads_backward(
     const Tensor& dheads, const Tensor& raw, const HeadTransform& transform, int64_t scratch,
     const Tensor& dnorm_weight) {
   const at::ScalarType accumulate = dheads.scalar_type();
-  for_each_part(dheads, transform, scratch, [&](const auto& part, const Tensor& cos, const Tensor& sin) {
-    Tensor d = part(dheads);
-    if (cos.defined()) {
-      Tensor rotated = d.narrow(-1, 0, cos.size(-1));
-      const Tensor sines = turned(rotated * sin.to(accumulate), transform.interleaved, /*back=*/true);
-      rotated.mul_(cos.to(accumulate)).add_(sines);
-    }
-    if (!transform.norm_weight) return;
-    const auto [values, by] = scaled(part(raw).to(accumulate), transform.eps);
-    if (dnorm_weight.defined()) Tensor(dnorm_weight).add_((d * values).sum({0, 1}));
-    const Tensor g = d * transform.norm_weight->to(accumulate);
-    d.copy_((g - values * (g * values).mean({-1}, /*keepdim=*/true)) * by);
-  });
+  for_each_part(
+      dheads, transform, scratch, [&](const auto& part, const Tensor& cos, const Tensor& sin) {
+        Tensor d = part(dheads);
+        if (cos.defined()) {
+          Tensor rotated = d.narrow(-1, 0, cos.size(-1));
+          const Tensor sines =
+              turned(rotated * sin.to(accumulate), transform.interleaved, /*back=*/true);
+          rotated.mul_(cos.to(accumulate)).add_(sines);
+        }
+        if (!transform.norm_weight) return;
+        const auto [values, by] = scaled(part(raw).to(accumulate), transform.eps);
+        if (dnorm_weight.defined()) Tensor(dnorm_weight).add_((d * values).sum({0, 1}));
+        const Tensor g = d * transform.norm_weight->to(accumulate);
+        d.copy_((g - values * (g * values).mean({-1}, /*keepdim=*/true)) * by);
+      });
 }
 
 }  // namespace fused_remat

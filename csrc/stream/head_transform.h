@@ -18,8 +18,8 @@ struct HeadTransform {
   explicit operator bool() const { return norm_weight.has_value() || cos.has_value(); }
 };
 
-// heads [B, H, L, E], in place; computed in the accumulation dtype, rounded to that of `heads`. Some
-// batches and lengths at a time, so that temporaries stay within `scratch` bytes.
+// heads [B, H, L, E], in place; computed in the accumulation dtype, rounded to that of `heads`.
+// Some batches and lengths at a time, so that temporaries stay within `scratch` bytes.
 void transform_heads(const at::Tensor& heads, const HeadTransform&, int64_t scratch);
 
 // dheads [B, H, L, E] in the accumulation dtype, from the gradient of what transform_heads made to

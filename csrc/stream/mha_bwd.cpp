@@ -60,13 +60,13 @@ class BackwardPass : MhaPass {
  private:
   // Whether any gradient flows through q, k or v.
   bool is_part_wanted(int part) const {
-    const bool packed_weight = !p_.operands.w_k, packed_bias = p_.projections[part].bias &&
-        p_.operands.b_q && p_.operands.b_q->size(0) != p_.projections[kQ].weight.size(0);
+    const bool packed_weight = !p_.operands.w_k,
+               packed_bias = p_.projections[part].bias && p_.operands.b_q &&
+                             p_.operands.b_q->size(0) != p_.projections[kQ].weight.size(0);
     const int input = p_.projections[part].input;
     bool wanted = wanted_[kQuery + input] || wanted_[packed_weight ? kWq : kWq + part] ||
-        (p_.projections[part].bias && wanted_[packed_bias ? kBq : kBq + part]);
-    if (p_.inputs[input].normalized)
-      wanted = wanted || wanted_[kNormWeight] || wanted_[kNormBias];
+                  (p_.projections[part].bias && wanted_[packed_bias ? kBq : kBq + part]);
+    if (p_.inputs[input].normalized) wanted = wanted || wanted_[kNormWeight] || wanted_[kNormBias];
     if (part == kQ) return wanted || wanted_[kQNorm];
     if (part == kK) return wanted || wanted_[kKNorm] || wanted_[kBiasK];
     return wanted || wanted_[kBiasV];
@@ -83,13 +83,20 @@ class BackwardPass : MhaPass {
   at::ScalarType dtype_of(MhaOperand which) const {
     const MhaOperands& o = p_.operands;
     switch (which) {
-      case kBout: return o.b_out->scalar_type();
-      case kBiasK: return o.bias_k->scalar_type();
-      case kBiasV: return o.bias_v->scalar_type();
-      case kNormWeight: return o.norm_weight->scalar_type();
-      case kNormBias: return o.norm_bias->scalar_type();
-      case kQNorm: return o.q_norm->scalar_type();
-      default: return o.k_norm->scalar_type();
+      case kBout:
+        return o.b_out->scalar_type();
+      case kBiasK:
+        return o.bias_k->scalar_type();
+      case kBiasV:
+        return o.bias_v->scalar_type();
+      case kNormWeight:
+        return o.norm_weight->scalar_type();
+      case kNormBias:
+        return o.norm_bias->scalar_type();
+      case kQNorm:
+        return o.q_norm->scalar_type();
+      default:
+        return o.k_norm->scalar_type();
     }
   }
 
@@ -103,12 +110,13 @@ class BackwardPass : MhaPass {
       for (const bool is_bias : {false, true}) {
         const OptionalTensor* own = is_bias ? biases : weights;
         const int base = is_bias ? kBq : kWq;
-        const bool packed = is_bias ? (own[0] && own[0]->size(0) != sizes_.part_columns(kQ))
-                                    : !o.w_k;
+        const bool packed =
+            is_bias ? (own[0] && own[0]->size(0) != sizes_.part_columns(kQ)) : !o.w_k;
         const int operand = packed ? base : base + part;
         if (!wanted_[operand] || !own[packed ? 0 : part]) continue;
         if (!gradients_[operand].defined())
-          gradients_[operand] = at::empty(own[packed ? 0 : part]->sizes(), own[packed ? 0 : part]->options());
+          gradients_[operand] =
+              at::empty(own[packed ? 0 : part]->sizes(), own[packed ? 0 : part]->options());
         (is_bias ? bias_gradients_ : weight_gradients_)[part] =
             packed ? gradients_[operand].narrow(0, first, rows) : gradients_[operand];
         if (is_bias) bias_sums_[part] = at::zeros({rows}, wide_);
@@ -117,7 +125,8 @@ class BackwardPass : MhaPass {
       make_input_gradient(part, inputs[part]);
     }
     if (wanted_[kWout]) gradients_[kWout] = at::empty(o.w_out.sizes(), o.w_out.options());
-    const OptionalTensor vectors[] = {o.b_out, o.bias_k, o.bias_v, o.norm_weight, o.norm_bias, o.q_norm, o.k_norm};
+    const OptionalTensor vectors[] = {o.b_out,     o.bias_k, o.bias_v, o.norm_weight,
+                                      o.norm_bias, o.q_norm, o.k_norm};
     const MhaOperand names[] = {kBout, kBiasK, kBiasV, kNormWeight, kNormBias, kQNorm, kKNorm};
     for (size_t i = 0; i < std::size(names); ++i)
       if (wanted_[names[i]]) sums_[names[i]] = at::zeros(vectors[i]->sizes(), wide_);
@@ -125,19 +134,18 @@ class BackwardPass : MhaPass {
 
   // The sum over groups lives in the gradient itself where that is as wide as a sum must be.
   void make_input_gradient(int part, const OptionalTensor& input) {
-    const bool through_norm =
-        part == kQ && p_.norm && (wanted_[kNormWeight] || wanted_[kNormBias]);
+    const bool through_norm = part == kQ && p_.norm && (wanted_[kNormWeight] || wanted_[kNormBias]);
     if (!input || !(wanted_[kQuery + part] || through_norm)) return;
     const int64_t columns = input->size(2);
     if (wanted_[kQuery + part]) {
       gradients_[kQuery + part] = p_.empty_rows(part, columns, input->options());
       input_rows_[part] = p_.rows_of(gradients_[kQuery + part], part);
     }
-    const bool direct = input_rows_[part].defined() &&
-        input_rows_[part].scalar_type() == p_.precision.accumulate;
+    const bool direct =
+        input_rows_[part].defined() && input_rows_[part].scalar_type() == p_.precision.accumulate;
     input_sums_[part] = direct
-        ? input_rows_[part]
-        : at::empty({sizes_.batch * sizes_.part_length(part), columns}, wide_);
+                            ? input_rows_[part]
+                            : at::empty({sizes_.batch * sizes_.part_length(part), columns}, wide_);
     input_sums_[part].zero_();
   }
 
@@ -147,24 +155,24 @@ class BackwardPass : MhaPass {
     const int64_t out_columns = p_.plan.kv_heads * sizes_.repeats() * sizes_.value_width;
     const bool sums_weights = p_.operands.w_q.scalar_type() != wide;
     for (int part = 0; part < kParts; ++part) {
-      const int64_t elements =
-          sizes_.batch * sizes_.full_length(part) * most_columns(part);
+      const int64_t elements = sizes_.batch * sizes_.full_length(part) * most_columns(part);
       gradient_buffers_[part] = take(part_wanted_[part], elements, wide);
-      weight_sums_[part] = take(
-          sums_weights, most_columns(part) * p_.projections[part].weight.size(1), wide);
+      weight_sums_[part] =
+          take(sums_weights, most_columns(part) * p_.projections[part].weight.size(1), wide);
     }
     dout_buffer_ = take(true, rows_q * out_columns, p_.precision.compute);
     out_buffer_ = take(!kept_[kResidualOut], rows_q * out_columns, p_.precision.compute);
     w_out_sum_ = take(sums_weights, sizes_.d_out * out_columns, wide);
-    delta_buffer_ = take(
-        true, sizes_.batch * p_.plan.kv_heads * sizes_.repeats() * sizes_.length_q, wide);
+    delta_buffer_ =
+        take(true, sizes_.batch * p_.plan.kv_heads * sizes_.repeats() * sizes_.length_q, wide);
     // Rows of dy that do not lie ready pass through a buffer of their own, which no product of
     // forward depends on.
     dy_ready_ = dy_.scalar_type() == p_.precision.gemm && has_dense_rows(dy_);
     dy_step_ = p_.plan.rows;
     if (dy_ready_) return;
     const int64_t row = sizes_.d_out * static_cast<int64_t>(c10::elementSize(p_.precision.gemm));
-    dy_step_ = std::clamp<int64_t>(p_.attending.scratch / std::max<int64_t>(row, 1), 1, p_.plan.rows);
+    dy_step_ =
+        std::clamp<int64_t>(p_.attending.scratch / std::max<int64_t>(row, 1), 1, p_.plan.rows);
     dy_buffer_ = at::empty({dy_step_ * sizes_.d_out}, dy_.options().dtype(p_.precision.gemm));
   }
 
@@ -178,9 +186,9 @@ class BackwardPass : MhaPass {
       store_product(dout_rows.narrow(0, r0, dy.size(0)), dy, w_out_);
     });
     const Tensor out_rows = kept_[kResidualOut]
-        ? p_.rows_of(kept_[kResidualOut]->flatten(2), kQ)
-              .narrow(1, g.head0 * sizes_.value_width, columns)
-        : matrix(out_buffer_, rows, columns);
+                                ? p_.rows_of(kept_[kResidualOut]->flatten(2), kQ)
+                                      .narrow(1, g.head0 * sizes_.value_width, columns)
+                                : matrix(out_buffer_, rows, columns);
     differentiate(g, dout_rows, out_rows);
     out_projection(g, out_rows);
     for (int part = 0; part < kParts; ++part)
@@ -212,9 +220,8 @@ class BackwardPass : MhaPass {
     const Tensor lse = lse_.narrow(1, g.head0, g.heads);
     const Tensor dout = p_.heads_of(dout_rows, kQ, sizes_.length_q, sizes_.value_width);
     const Tensor out = p_.heads_of(out_rows, kQ, sizes_.length_q, sizes_.value_width);
-    const Tensor delta =
-        delta_buffer_.narrow(0, 0, sizes_.batch * g.heads * sizes_.length_q)
-            .view({sizes_.batch, g.heads, sizes_.length_q});
+    const Tensor delta = delta_buffer_.narrow(0, 0, sizes_.batch * g.heads * sizes_.length_q)
+                             .view({sizes_.batch, g.heads, sizes_.length_q});
     calls::attention_delta(
         backend, heads_[kQ], heads_[kK], heads_[kV], attending, lse, dout, weights,
         /*rebuild=*/!kept_[kResidualOut], out, delta);
@@ -257,8 +264,8 @@ class BackwardPass : MhaPass {
 
   // From the gradient of what attention took to that of the projection, and of the extra keys.
   void finish_heads(const MhaGroup& g, int part) {
-    const Tensor heads = p_.heads_of(
-        gradient_rows_[part], part, sizes_.full_length(part), sizes_.part_width(part));
+    const Tensor heads =
+        p_.heads_of(gradient_rows_[part], part, sizes_.full_length(part), sizes_.part_width(part));
     const MhaOperand bias = part == kK ? kBiasK : kBiasV;
     if (part != kQ && wanted_[bias])
       sums_[bias]
@@ -285,8 +292,7 @@ class BackwardPass : MhaPass {
     for_each_chunk(input, [&](int64_t r0, int64_t n, int64_t with_extra) {
       Tensor x;
       for (const int part : parts) {
-        const Tensor d =
-            gradient_rows_[part].narrow(0, part == kQ ? r0 : with_extra, n);
+        const Tensor d = gradient_rows_[part].narrow(0, part == kQ ? r0 : with_extra, n);
         if (bias_sums_[part].defined())
           calls::column_sums(p_.options.backend, d, group_rows(g, part, bias_sums_[part]));
         const Tensor factor = packed_factor(d);
@@ -357,9 +363,8 @@ Gradients mha_bwd(
   const MhaProblem problem(operands, options, seed);
   const MhaSizes& sizes = problem.sizes;
   const auto compute = operands.query.options().dtype(options.compute_dtype);
-  const Tensor incoming = dy ? *dy
-                             : at::zeros({1, 1, 1}, compute)
-                                   .expand({sizes.batch, sizes.length_q, sizes.d_out});
+  const Tensor incoming =
+      dy ? *dy : at::zeros({1, 1, 1}, compute).expand({sizes.batch, sizes.length_q, sizes.d_out});
   const Tensor row_lse = lse ? *lse
                              : at::empty(
                                    {sizes.batch, sizes.heads, sizes.length_q},

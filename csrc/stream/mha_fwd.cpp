@@ -30,8 +30,8 @@ class ForwardPass : MhaPass {
     // With one group, or where y is as wide as a sum must be, it is its own sum.
     const bool one_group = p_.plan.kv_heads >= sizes_.kv_heads;
     y_sum_ = one_group || p_.precision.compute == p_.precision.accumulate
-        ? y_rows_
-        : at::empty(y_rows_.sizes(), wide);
+                 ? y_rows_
+                 : at::empty(y_rows_.sizes(), wide);
     if (p_.options.need_weights != kNoWeights)
       weights_sum_ = at::zeros(
           {sizes_.batch, p_.options.need_weights == kAveragedWeights ? 1 : sizes_.heads,
@@ -40,8 +40,7 @@ class ForwardPass : MhaPass {
     if (!p_.options.keep[kResidualOut])
       out_buffer_ = take(
           true,
-          sizes_.batch * sizes_.length_q * p_.plan.kv_heads * sizes_.repeats() *
-              sizes_.value_width,
+          sizes_.batch * sizes_.length_q * p_.plan.kv_heads * sizes_.repeats() * sizes_.value_width,
           p_.precision.compute);
   }
 
@@ -80,9 +79,9 @@ class ForwardPass : MhaPass {
     const int64_t columns = g.heads * sizes_.value_width;
     // Kept, a group's out is a slice of columns; else it lives as long as the group.
     const Tensor out_rows = out_buffer_.defined()
-        ? matrix(out_buffer_, y_rows_.size(0), columns)
-        : p_.rows_of(kept_[kResidualOut].flatten(2), kQ)
-              .narrow(1, g.head0 * sizes_.value_width, columns);
+                                ? matrix(out_buffer_, y_rows_.size(0), columns)
+                                : p_.rows_of(kept_[kResidualOut].flatten(2), kQ)
+                                      .narrow(1, g.head0 * sizes_.value_width, columns);
     const Tensor out = p_.heads_of(out_rows, kQ, sizes_.length_q, sizes_.value_width);
     const Tensor lse = lse_.narrow(1, g.head0, g.heads);
     calls::attention_fwd(
@@ -96,8 +95,7 @@ class ForwardPass : MhaPass {
     }
     for (int64_t r0 = 0; r0 < out_rows.size(0); r0 += p_.plan.rows) {
       const int64_t n = std::min(p_.plan.rows, out_rows.size(0) - r0);
-      add_rounded(
-          y_sum_.narrow(0, r0, n), packed_factor(out_rows.narrow(0, r0, n)), w_out_.t());
+      add_rounded(y_sum_.narrow(0, r0, n), packed_factor(out_rows.narrow(0, r0, n)), w_out_.t());
     }
   }
 

@@ -32,8 +32,9 @@ MhaSizes sizes_of(const MhaOperands& o, const MhaOptions& options) {
   sizes.value_width = o.w_out.size(1) / options.num_heads;
   sizes.d_out = o.w_out.size(0);
   const int64_t rows = o.w_q.size(0);
-  sizes.width = o.w_k ? rows / sizes.heads
-                      : (rows - sizes.kv_heads * sizes.value_width) / (sizes.heads + sizes.kv_heads);
+  sizes.width = o.w_k
+                    ? rows / sizes.heads
+                    : (rows - sizes.kv_heads * sizes.value_width) / (sizes.heads + sizes.kv_heads);
   return sizes;
 }
 
@@ -65,8 +66,8 @@ MhaProblem::MhaProblem(const MhaOperands& o, const MhaOptions& opt, const Tensor
   attending.attn_mask = readable_mask(o.attn_mask, precision.accumulate);
   attending.key_mask = readable_mask(key_mask_view(o.key_mask), precision.accumulate);
   attending.seed = seed;
-  attending.band = band_of(
-      opt.causal, opt.window_left, opt.window_right, sizes.length_q, sizes.length_k);
+  attending.band =
+      band_of(opt.causal, opt.window_left, opt.window_right, sizes.length_q, sizes.length_k);
   attending.extra_keys = sizes.extra;
   attending.dropout_p = opt.dropout_p;
   attending.scale = opt.scale;
@@ -84,8 +85,7 @@ MhaProblem::MhaProblem(const MhaOperands& o, const MhaOptions& opt, const Tensor
 void MhaProblem::read_projections() {
   const MhaOperands& o = operands;
   const OptionalTensor weights[] = {o.w_q, o.w_k, o.w_v}, biases[] = {o.b_q, o.b_k, o.b_v};
-  const int64_t all =
-      sizes.part_columns(kQ) + sizes.part_columns(kK) + sizes.part_columns(kV);
+  const int64_t all = sizes.part_columns(kQ) + sizes.part_columns(kK) + sizes.part_columns(kV);
   const bool packed_bias = o.b_q && o.b_q->size(0) == all;
   int64_t first = 0;
   for (int part = 0; part < kParts; ++part) {
@@ -119,12 +119,10 @@ Tensor MhaProblem::heads_of(const Tensor& rows, int part, int64_t length, int64_
   const int64_t heads = width == 0 ? sizes.part_heads(part) : rows.size(1) / width;
   const int64_t row = rows.stride(0);
   // By strides, because columns may be a slice of wider rows.
-  return by_length(part) ? rows.as_strided(
-                               {sizes.batch, heads, length, width},
-                               {row, width, row * sizes.batch, 1})
-                         : rows.as_strided(
-                               {sizes.batch, heads, length, width},
-                               {row * length, width, row, 1});
+  return by_length(part)
+             ? rows.as_strided(
+                   {sizes.batch, heads, length, width}, {row, width, row * sizes.batch, 1})
+             : rows.as_strided({sizes.batch, heads, length, width}, {row * length, width, row, 1});
 }
 
 Tensor MhaProblem::rows_of(const Tensor& t, int part) const {
@@ -154,9 +152,9 @@ int64_t MhaProblem::bytes(const MhaPlan& p) const {
     const int64_t columns = group_columns(g, part);
     const int64_t elements = sizes.batch * sizes.full_length(part) * columns;
     const int64_t features = projections[part].weight.size(1);
-    add(elements * compute);                                   // q, k or v
+    add(elements * compute);                                    // q, k or v
     if (transforms[part].needs_raw()) add(elements * compute);  // before its norm
-    add(elements * wide);                                      // its gradient
+    add(elements * wide);                                       // its gradient
     if (packs_weights) add(columns * features * gemm);
     if (sums_weights) add(columns * features * wide);
     widest = std::max(widest, columns);
@@ -174,24 +172,27 @@ int64_t MhaProblem::bytes(const MhaPlan& p) const {
     add(p.rows * widest * gemm);
     add(std::max(p.rows, widest) * widest_input * gemm);
   }
-  if (norm) total += p.rows * norm_bytes_per_row(projections[kQ].weight.size(1), precision.accumulate);
+  if (norm)
+    total += p.rows * norm_bytes_per_row(projections[kQ].weight.size(1), precision.accumulate);
   return total;
 }
 
 MhaPlan MhaProblem::make_plan() const {
-  constexpr int64_t kFewRows = 128;
   const int64_t budget = options.workspace - tile_scratch(options.workspace);
   const int64_t all = sizes.kv_heads;
-  const int64_t rows = std::max<int64_t>(
-      {sizes.batch * sizes.length_q, sizes.batch * sizes.length_k, 1});
-  const bool chunks = packs_rows || rounds() || precision.gemm != precision.accumulate;
-  MhaPlan p{all, chunks ? std::min(rows, kFewRows) : rows};
+  const int64_t rows =
+      std::max<int64_t>({sizes.batch * sizes.length_q, sizes.batch * sizes.length_k, 1});
+  MhaPlan p{all, rows};
+  if (packs_rows || rounds() || precision.gemm != precision.accumulate) {
+    // Chunks of a few rows cost more time than heads cost bytes: rows come first, up to a share.
+    constexpr int64_t kShare = 8, kSample = 64;
+    const int64_t row = (bytes({1, kSample}) - bytes({1, 0})) / kSample;
+    p.rows = std::clamp<int64_t>(options.workspace / kShare / std::max<int64_t>(row, 1), 1, rows);
+  }
   while (p.kv_heads > 1 && bytes(p) > budget) --p.kv_heads;
   const int64_t groups = (all + p.kv_heads - 1) / p.kv_heads;
   p.kv_heads = (all + groups - 1) / groups;
-  // What the heads leave goes to wider chunks of rows; what they overdraw, to narrower ones.
-  while (chunks && p.rows > 1 && bytes(p) > budget) p.rows = (p.rows + 1) / 2;
-  while (chunks && p.rows < rows && bytes({p.kv_heads, std::min(rows, 2 * p.rows)}) <= budget)
+  while (p.rows < rows && bytes({p.kv_heads, std::min(rows, 2 * p.rows)}) <= budget)
     p.rows = std::min(rows, 2 * p.rows);
   return p;
 }

@@ -32,8 +32,7 @@ MhaPass::MhaPass(const MhaProblem& problem)
   chunk_buffer_ = take(p_.packs_rows, p_.plan.rows * widest_input, precision.gemm);
   const bool products = p_.rounds() || precision.gemm != precision.accumulate;
   factor_buffer_ = take(products, p_.plan.rows * widest, precision.gemm);
-  product_buffer_ =
-      take(products, std::max(p_.plan.rows, widest) * widest_input, precision.gemm);
+  product_buffer_ = take(products, std::max(p_.plan.rows, widest) * widest_input, precision.gemm);
 }
 
 Tensor MhaPass::take(bool needed, int64_t numel, at::ScalarType dtype) {
@@ -69,8 +68,7 @@ void MhaPass::load_weights(const MhaGroup& g) {
             0, g.first(part) * sizes_.part_width(part), p_.group_columns(g, part)),
         weight_buffers_[part]);
   w_out_ = packed(
-      p_.operands.w_out.narrow(
-          1, g.head0 * sizes_.value_width, g.heads * sizes_.value_width),
+      p_.operands.w_out.narrow(1, g.head0 * sizes_.value_width, g.heads * sizes_.value_width),
       w_out_buffer_);
 }
 
@@ -94,10 +92,10 @@ void MhaPass::fill_extra(const MhaGroup& g, int part, const Tensor& heads) {
   const OptionalTensor& bias = part == kK ? p_.operands.bias_k : p_.operands.bias_v;
   int64_t next = sizes_.length_k;
   if (bias) {
-    const Tensor own = bias->view({sizes_.kv_heads, sizes_.part_width(part)})
-                           .narrow(0, g.kv0, g.kv_heads);
-    heads.select(2, next++).copy_(own.unsqueeze(0).expand(
-        {sizes_.batch, g.kv_heads, sizes_.part_width(part)}));
+    const Tensor own =
+        bias->view({sizes_.kv_heads, sizes_.part_width(part)}).narrow(0, g.kv0, g.kv_heads);
+    heads.select(2, next++).copy_(
+        own.unsqueeze(0).expand({sizes_.batch, g.kv_heads, sizes_.part_width(part)}));
   }
   if (p_.options.add_zero_attn) heads.select(2, next).zero_();
 }
@@ -138,10 +136,9 @@ void MhaPass::make_heads(
       continue;
     }
     if (p_.transforms[part].needs_raw()) {
-      raw_[part] = p_.heads_of(
-                        part_rows(raw_buffers_[part], g, part), part, sizes_.full_length(part),
-                        width)
-                       .narrow(2, 0, length);
+      raw_[part] =
+          p_.heads_of(part_rows(raw_buffers_[part], g, part), part, sizes_.full_length(part), width)
+              .narrow(2, 0, length);
       raw_[part].copy_(own);
     }
     transform_heads(own, p_.transforms[part], p_.attending.scratch);

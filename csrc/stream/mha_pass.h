@@ -58,8 +58,7 @@ class MhaPass {
   std::array<at::Tensor, kParts> raw_;    // before their norm, where they have one
 
  private:
-  void project(
-      const at::Tensor& x, int part, const MhaGroup& g, const at::Tensor& target);
+  void project(const at::Tensor& x, int part, const MhaGroup& g, const at::Tensor& target);
   void fill_extra(const MhaGroup& g, int part, const at::Tensor& heads);
 
   // Flat workspace pieces; undefined where not needed.

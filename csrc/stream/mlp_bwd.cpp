@@ -66,7 +66,7 @@ class BackwardPass {
         options_(options),
         wanted_(wanted),
         pre_wanted_(
-            wanted[kDx] || wanted[kDwUp] || wanted[kDbUp] || wanted[kDwGate] || wanted[kDbGate]),
+            wanted[kDwUp] || wanted[kDbUp] || wanted[kDwGate] || wanted[kDbGate] || wants_x()),
         sizes_(mlp_sizes(x, layer)),
         precision_(mlp_precision(options.compute_dtype, options.backend, x.is_cpu())),
         x_(as_rows(x)),
@@ -74,14 +74,14 @@ class BackwardPass {
         up_(up),
         gate_(gate),
         packing_{
-            x_.scalar_type() != precision_.gemm || !has_dense_rows(x_),
+            options.norm || x_.scalar_type() != precision_.gemm || !has_dense_rows(x_),
             dy_.scalar_type() != precision_.gemm || !has_dense_rows(dy_),
             !dense_weights(layer, precision_.gemm)},
         plan_(plan_tiles(
             sizes_.rows, sizes_.hidden_features, backward_by_features(sizes_),
             backward_cost(
                 sizes_, precision_, packing_, options.backend, options.dropout_p > 0,
-                x.scalar_type(), layer.w_up.scalar_type()),
+                x.scalar_type(), layer.w_up.scalar_type(), bool(options.norm)),
             options.workspace)),
         workspace_(plan_.bytes, x.device()),
         weights_(layer, sizes_, packing_.weights, plan_.features, precision_.gemm, workspace_),
@@ -103,13 +103,16 @@ class BackwardPass {
         over_features([&](int64_t f0, int64_t features) {
           tile(inputs, m0, f0, weights_.tile(f0, features));
         });
-        dx_.finish_chunk(m0, rows);
+        finish_rows(m0, rows);
       });
     }
-    for (const GradientSum& sum : {dx_, dw_up_, dw_gate_, dw_down_}) sum.finish();
-    for (const MlpGradient bias : {kDbUp, kDbGate, kDbDown})
-      if (wanted_[bias] && !bias_sums_[bias].is_same(gradients_[bias]))
-        gradients_[bias].copy_(bias_sums_[bias]);
+    if (plan_.by_features && options_.norm && wants_x())
+      over_rows([&](int64_t m0, int64_t rows) { finish_rows(m0, rows); });
+    if (!options_.norm) dx_.finish();
+    for (const GradientSum& sum : {dw_up_, dw_gate_, dw_down_}) sum.finish();
+    for (const MlpGradient vector : {kDbUp, kDbGate, kDbDown, kDNormWeight, kDNormBias})
+      if (wanted_[vector] && !vector_sums_[vector].is_same(gradients_[vector]))
+        gradients_[vector].copy_(vector_sums_[vector]);
     return gradients_;
   }
 
@@ -129,14 +132,32 @@ class BackwardPass {
       body(f0, std::min(plan_.features, sizes_.hidden_features - f0));
   }
 
+  // Whether the gradient of what the projections take from x flows anywhere.
+  bool wants_x() const { return wanted_[kDx] || wanted_[kDNormWeight] || wanted_[kDNormBias]; }
+
+  // dx of rows whose sum is complete.
+  void finish_rows(int64_t m0, int64_t rows) {
+    if (!options_.norm) return dx_.finish_chunk(m0, rows);
+    if (!wants_x()) return;
+    const auto wanted_sum = [&](MlpGradient which) {
+      return wanted_[which] ? vector_sums_[which] : Tensor();
+    };
+    const Tensor dx = wanted_[kDx]
+                          ? gradients_[kDx].view({sizes_.rows, sizes_.d_in}).narrow(0, m0, rows)
+                          : Tensor();
+    normalize_rows_backward(
+        dx_.tile(m0, rows), x_.narrow(0, m0, rows), options_.norm, dx, wanted_sum(kDNormWeight),
+        wanted_sum(kDNormBias));
+  }
+
   void make_gradients(const Tensor& x) {
     const bool no_tiles = sizes_.rows == 0 || sizes_.hidden_features == 0;
     const auto like = [&](MlpGradient which, const Tensor& operand) {
       if (!wanted_[which]) return at::empty({0}, operand.options());
       return no_tiles ? at::zeros_like(operand) : at::empty_like(operand);
     };
-    const auto bias_like = [&](MlpGradient which, const OptionalTensor& bias) {
-      Tensor& sum = bias_sums_[which];
+    const auto vector_like = [&](MlpGradient which, const OptionalTensor& bias) {
+      Tensor& sum = vector_sums_[which];
       sum =
           at::zeros({wanted_[which] ? bias->size(0) : 0}, x.options().dtype(precision_.accumulate));
       if (!wanted_[which]) return at::empty({0}, bias.value_or(x).options());
@@ -149,9 +170,11 @@ class BackwardPass {
     gradients_[kDwUp] = like(kDwUp, layer_.w_up);
     gradients_[kDwDown] = like(kDwDown, layer_.w_down);
     gradients_[kDwGate] = like(kDwGate, layer_.w_gate.value_or(layer_.w_up));
-    gradients_[kDbUp] = bias_like(kDbUp, layer_.b_up);
-    gradients_[kDbDown] = bias_like(kDbDown, layer_.b_down);
-    gradients_[kDbGate] = bias_like(kDbGate, layer_.b_gate);
+    gradients_[kDbUp] = vector_like(kDbUp, layer_.b_up);
+    gradients_[kDbDown] = vector_like(kDbDown, layer_.b_down);
+    gradients_[kDbGate] = vector_like(kDbGate, layer_.b_gate);
+    gradients_[kDNormWeight] = vector_like(kDNormWeight, options_.norm.weight);
+    gradients_[kDNormBias] = vector_like(kDNormBias, options_.norm.bias);
   }
 
   void take_buffers() {
@@ -169,13 +192,13 @@ class BackwardPass {
         precision_.gemm != precision_.accumulate,
         std::max(plan_.rows * sizes_.d_in, plan_.features * std::max(sizes_.d_in, sizes_.d_out)));
     const auto sum = [&](MlpGradient which, int64_t axis) {
-      if (!wanted_[which]) return GradientSum();
       const bool by_rows = which == kDx;
-      const Tensor gradient =
-          by_rows ? gradients_[which].view({sizes_.rows, sizes_.d_in}) : gradients_[which];
+      if (!(by_rows ? wants_x() : wanted_[which])) return GradientSum();
+      const Tensor gradient = by_rows ? dx_target() : gradients_[which];
       // Gated layers add two products to each tile of dx.
-      const bool one_term = by_rows ? plan_.features >= sizes_.hidden_features && !sizes_.gated
-                                    : plan_.rows >= sizes_.rows;
+      const bool one_term =
+          by_rows ? plan_.features >= sizes_.hidden_features && !sizes_.gated && !options_.norm
+                  : plan_.rows >= sizes_.rows;
       const bool outer = by_rows != plan_.by_features;
       return GradientSum(
           gradient, axis, outer, one_term, by_rows ? plan_.rows : plan_.features, precision_,
@@ -187,12 +210,20 @@ class BackwardPass {
     dw_down_ = sum(kDwDown, 1);
   }
 
+  // What sums to dx, or before the norm's own gradient to that of what it made.
+  Tensor dx_target() const {
+    const int64_t shape[] = {sizes_.rows, sizes_.d_in};
+    return wanted_[kDx] ? gradients_[kDx].view(shape)
+                        : at::empty(shape, x_.options().dtype(precision_.accumulate));
+  }
+
   // The token rows as the GEMMs want them. Packed once where the same rows serve several tiles in a
   // row.
   RowsTile rows_tile(int64_t m0, int64_t rows) {
     if (m0 != packed_row0_) {
       rows_ = {
-          packed(x_.narrow(0, m0, rows), packed_x_), packed(dy_.narrow(0, m0, rows), packed_dy_)};
+          ready_rows(x_.narrow(0, m0, rows), options_.norm, precision_, packed_x_),
+          packed(dy_.narrow(0, m0, rows), packed_dy_)};
       packed_row0_ = m0;
     }
     return rows_;
@@ -201,7 +232,7 @@ class BackwardPass {
   void tile(const RowsTile& inputs, int64_t m0, int64_t f0, const MlpLayer& weights) {
     const int64_t rows = inputs.x.size(0), features = weights.w_up.size(0);
     if (wanted_[kDbDown] && f0 == 0)
-      calls::column_sums(options_.backend, inputs.dy, bias_sums_[kDbDown]);
+      calls::column_sums(options_.backend, inputs.dy, vector_sums_[kDbDown]);
     if (!pre_wanted_ && !wanted_[kDwDown]) return;
     const MlpBuffers made = stage1(inputs, m0, f0, weights);
     const bool first_rows = m0 == 0, first_features = f0 == 0;
@@ -211,7 +242,7 @@ class BackwardPass {
       add_product(dw_up_.tile(f0, features), made.dup.t(), inputs.x, first_rows, product_);
     if (wanted_[kDwGate])
       add_product(dw_gate_.tile(f0, features), made.dgate.t(), inputs.x, first_rows, product_);
-    if (!wanted_[kDx]) return;
+    if (!wants_x()) return;
     add_product(dx_.tile(m0, rows), made.dup, weights.w_up, first_features, product_);
     if (sizes_.gated)
       add_product(dx_.tile(m0, rows), made.dgate, *weights.w_gate, /*first=*/false, product_);
@@ -224,7 +255,7 @@ class BackwardPass {
     };
     const MlpBuffers buffers{buffer(hidden_), buffer(dup_), buffer(dgate_), buffer(scratch_)};
     const auto bias_tile = [&](MlpGradient bias) {
-      return wanted_[bias] ? bias_sums_[bias].narrow(0, f0, features) : bias_sums_[bias];
+      return wanted_[bias] ? vector_sums_[bias].narrow(0, f0, features) : vector_sums_[bias];
     };
     tile_.row0 = m0;
     tile_.feature0 = f0;
@@ -248,7 +279,7 @@ class BackwardPass {
   const WeightTiles weights_;
   MlpTile tile_;
   MlpGradients gradients_;
-  MlpGradients bias_sums_;  // only the bias entries
+  MlpGradients vector_sums_;  // only the entries of biases and the norm
   GradientSum dx_, dw_up_, dw_gate_, dw_down_;
   RowsTile rows_;
   int64_t packed_row0_ = -1;

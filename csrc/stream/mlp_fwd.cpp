@@ -26,11 +26,13 @@ class ForwardPass {
         precision_(mlp_precision(options.compute_dtype, options.backend, x.is_cpu())),
         x_(as_rows(x)),
         packing_{
-            x_.scalar_type() != precision_.gemm || !has_dense_rows(x_), false,
+            options.norm || x_.scalar_type() != precision_.gemm || !has_dense_rows(x_), false,
             !dense_weights(layer, precision_.gemm)},
         plan_(plan_tiles(
             sizes_.rows, sizes_.hidden_features, /*by_features=*/false,
-            forward_cost(sizes_, precision_, packing_, options.backend, options.dropout_p > 0),
+            forward_cost(
+                sizes_, precision_, packing_, options.backend, options.dropout_p > 0,
+                bool(options.norm)),
             options.workspace)),
         workspace_(plan_.bytes, x.device()),
         weights_(layer, sizes_, packing_.weights, plan_.features, precision_.gemm, workspace_),
@@ -69,7 +71,7 @@ class ForwardPass {
   }
 
   void token_chunk(int64_t m0, int64_t rows, const Tensor& rows_of_y) {
-    const Tensor x = packed(x_.narrow(0, m0, rows), packed_x_);
+    const Tensor x = ready_rows(x_.narrow(0, m0, rows), options_.norm, precision_, packed_x_);
     Tensor y = rows_of_y.narrow(0, m0, rows);
     Tensor sum = y_sum_.defined() ? matrix(y_sum_, rows, sizes_.d_out) : y;
     for (int64_t f0 = 0; f0 < sizes_.hidden_features; f0 += plan_.features) {

@@ -19,8 +19,7 @@ struct Scaled {
 };
 
 Scaled scaled(const Tensor& wide, const Norm& norm) {
-  const Tensor centred =
-      norm.kind == "layer_norm" ? wide - wide.mean({1}, /*keepdim=*/true) : wide;
+  const Tensor centred = norm.kind == "layer_norm" ? wide - wide.mean({1}, /*keepdim=*/true) : wide;
   const Tensor by = at::rsqrt(centred.square().mean({1}, /*keepdim=*/true) + norm.eps);
   return {centred * by, by};
 }
@@ -36,8 +35,7 @@ void normalize_rows(
   };
   Tensor normalized;
   if (norm.kind == "layer_norm") {
-    normalized =
-        at::layer_norm(wide, {rows.size(1)}, cast(norm.weight), cast(norm.bias), norm.eps);
+    normalized = at::layer_norm(wide, {rows.size(1)}, cast(norm.weight), cast(norm.bias), norm.eps);
   } else {
     TORCH_CHECK_VALUE(
         norm.kind == "rms_norm", "norm must be layer_norm or rms_norm, got ", norm.kind);

@@ -1,5 +1,7 @@
 #include "plan.h"
 
+#include "../norm.h"
+
 #include <algorithm>
 
 namespace fused_remat {
@@ -100,7 +102,7 @@ bool backward_by_features(const MlpSizes& sizes) {
 
 TileCost forward_cost(
     const MlpSizes& sizes, const MlpPrecision& precision, const MlpPacking& packing,
-    const std::string& backend, bool dropout) {
+    const std::string& backend, bool dropout, bool norm) {
   const int64_t gemm = size_of(precision.gemm), accumulate = size_of(precision.accumulate);
   TileCost cost;
   cost.element = gemm * (sizes.gated ? 2 : 1);
@@ -108,13 +110,15 @@ TileCost forward_cost(
   if (packing.weights) cost.feature += sizes.weight_elements_per_feature() * gemm;
   if (precision.compute != precision.accumulate) cost.row += sizes.d_out * accumulate;
   if (precision.gemm != precision.accumulate) cost.row += sizes.d_out * gemm;
+  if (norm) cost.row += norm_bytes_per_row(sizes.d_in, precision.accumulate);
   add_mask_temporaries(cost, backend, dropout);
   return cost;
 }
 
 TileCost backward_cost(
     const MlpSizes& sizes, const MlpPrecision& precision, const MlpPacking& packing,
-    const std::string& backend, bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype) {
+    const std::string& backend, bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype,
+    bool norm) {
   const int64_t gemm = size_of(precision.gemm), accumulate = size_of(precision.accumulate);
   const int64_t per_feature = sizes.weight_elements_per_feature();
   const bool by_features = backward_by_features(sizes);
@@ -131,6 +135,7 @@ TileCost backward_cost(
     cost.feature += std::max(sizes.d_in, sizes.d_out) * gemm;
   }
   if (backend == "cpp") cost.partial_sum = accumulate * (sizes.gated ? 2 : 1);
+  if (norm) cost.row += norm_bytes_per_row(sizes.d_in, precision.accumulate);
   add_mask_temporaries(cost, backend, dropout);
   return cost;
 }
@@ -138,14 +143,16 @@ TileCost backward_cost(
 std::vector<int64_t> mlp_plan(
     int64_t rows, int64_t d_in, int64_t d_out, int64_t hidden_features, bool gated, bool backward,
     bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype, at::ScalarType compute_dtype,
-    int64_t workspace, std::string backend, std::string device) {
+    int64_t workspace, std::string backend, std::string device, bool norm) {
   const MlpSizes sizes{rows, d_in, d_out, hidden_features, gated};
   const MlpPrecision precision = mlp_precision(compute_dtype, backend, device == "cpu");
   const MlpPacking packing{
-      x_dtype != precision.gemm, compute_dtype != precision.gemm, weight_dtype != precision.gemm};
+      norm || x_dtype != precision.gemm, compute_dtype != precision.gemm,
+      weight_dtype != precision.gemm};
   const TileCost cost =
-      backward ? backward_cost(sizes, precision, packing, backend, dropout, x_dtype, weight_dtype)
-               : forward_cost(sizes, precision, packing, backend, dropout);
+      backward
+          ? backward_cost(sizes, precision, packing, backend, dropout, x_dtype, weight_dtype, norm)
+          : forward_cost(sizes, precision, packing, backend, dropout, norm);
   const TilePlan plan =
       plan_tiles(rows, hidden_features, backward && backward_by_features(sizes), cost, workspace);
   return {plan.by_features, plan.rows, plan.features, plan.bytes};

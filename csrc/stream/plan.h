@@ -69,15 +69,15 @@ struct MlpPacking {
 bool backward_by_features(const MlpSizes&);
 TileCost forward_cost(
     const MlpSizes&, const MlpPrecision&, const MlpPacking&, const std::string& backend,
-    bool dropout);
+    bool dropout, bool norm);
 TileCost backward_cost(
     const MlpSizes&, const MlpPrecision&, const MlpPacking&, const std::string& backend,
-    bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype);
+    bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype, bool norm);
 
 // The op `mlp_plan`: {axis, rows, features, bytes} for operands that lie densely in memory.
 std::vector<int64_t> mlp_plan(
     int64_t rows, int64_t d_in, int64_t d_out, int64_t hidden_features, bool gated, bool backward,
     bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype, at::ScalarType compute_dtype,
-    int64_t workspace, std::string backend, std::string device);
+    int64_t workspace, std::string backend, std::string device, bool norm);
 
 }  // namespace fused_remat

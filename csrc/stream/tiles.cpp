@@ -46,6 +46,14 @@ Tensor packed(const Tensor& tile, const Tensor& flat) {
   return copy;
 }
 
+Tensor ready_rows(
+    const Tensor& rows, const Norm& norm, const MlpPrecision& precision, const Tensor& flat) {
+  if (!norm) return packed(rows, flat);
+  Tensor ready = matrix(flat, rows.size(0), rows.size(1));
+  normalize_rows(rows, norm, precision.accumulate, precision.compute, ready);
+  return ready;
+}
+
 Tensor residual_tile(
     const Tensor& residual, int64_t row0, int64_t rows, int64_t feature0, int64_t features) {
   const int64_t kept = std::clamp<int64_t>(residual.size(1) - feature0, 0, features);
@@ -129,6 +137,8 @@ void check_mlp(
   check_bias(layer.b_up, "b_up", f);
   check_bias(layer.b_gate, "b_gate", f);
   check_bias(layer.b_down, "b_down", layer.w_down.size(0));
+  check_bias(options.norm.weight, "norm_weight", d);
+  check_bias(options.norm.bias, "norm_bias", d);
 }
 
 }  // namespace fused_remat

@@ -45,6 +45,11 @@ bool is_dense_weight(const at::Tensor& weight);
 // `tile` itself when `flat` is undefined, else its copy in `flat`, in the dtype of `flat`.
 at::Tensor packed(const at::Tensor& tile, const at::Tensor& flat);
 
+// Rows of x as the products take them: normalised where there is a norm, packed where a buffer is
+// given.
+at::Tensor ready_rows(
+    const at::Tensor& rows, const Norm&, const MlpPrecision&, const at::Tensor& flat);
+
 // The columns of a residual [M, kept] that belong to the tile: [rows, 0..features].
 at::Tensor residual_tile(
     const at::Tensor& residual, int64_t row0, int64_t rows, int64_t feature0, int64_t features);

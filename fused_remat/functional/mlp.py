@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fused_remat import budget, dispatch, reference
-from fused_remat.functional.operands import check_dtypes, check_tensors, why_reference_only
-from fused_remat.settings import Keep, check_activation, check_dropout, check_keep
+from fused_remat.functional.operands import Operands, check_dtypes, check_tensors, why_reference_only
+from fused_remat.settings import Keep, Norm, check_activation, check_dropout, check_keep, check_norm
 
 
 def mlp(
@@ -19,6 +19,7 @@ def mlp(
     *,
     w_gate: Tensor | None = None,  # [F, D]
     b_gate: Tensor | None = None,  # [F]
+    norm: Norm | None = None,
     activation: str = "gelu",
     dropout_p: float = 0.0,
     training: bool = True,
@@ -27,14 +28,15 @@ def mlp(
 ) -> Tensor:
     """Two-layer or gated MLP whose hidden activations are rebuilt inside backward, chunk by chunk.
 
-    `up = x w_up^T + b_up`; plain `hidden = act(up)`, gated (with `w_gate`) `hidden = act(gate) * up`; dropout on
-    `hidden`; `y = hidden w_down^T + b_down`. Backward needs x and the weights, plus what `keep` names; neither pass
+    `n = norm(x)`; `up = n w_up^T + b_up`; plain `hidden = act(up)`, gated (`w_gate`) `hidden = act(gate) * up`;
+    dropout on `hidden`; `y = hidden w_down^T + b_down`. Backward needs x and the weights, plus what `keep` names; neither pass
     ever holds a whole [M, F] tensor that was not kept (`M` = token rows).
 
     Args:
         x, w_up, w_down, b_up, b_down, w_gate, b_gate: shapes above, weights as `nn.Linear` stores them. One device and
             one dtype (float64, float32, bfloat16, float16; others run on the reference path); under autocast the
             dtypes may differ.
+        norm: a `fused_remat.Norm` applied to x first; its result is not kept.
         activation: a name of `fused_remat.activations.ACTIVATIONS`.
         dropout_p: probability in [0, 1) of zeroing a hidden element, only if `training`. The mask is Philox4x32-10 of
             one seed drawn from torch's generator (Salmon et al., SC 2011).
@@ -50,21 +52,32 @@ def mlp(
         ValueError: a wrong rank, shape, device, name, probability or budget.
         RuntimeError: a named backend (`fused_remat.backend`) cannot run this call.
     """
-    operands = {
-        "x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down, "w_gate": w_gate, "b_gate": b_gate
-    }  # fmt: skip
+    operands = mlp_operands(x, w_up, w_down, b_up, b_down, w_gate, b_gate, norm)
     call = describe_mlp(operands, activation, dropout_p, keep, workspace)
     workspace_bytes = budget.resolve(workspace, x.device.type)
     p = float(dropout_p) if training else 0.0
     backend = dispatch.resolve(call)
     if backend == "reference":
         return reference.mlp(
-            x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate, activation=activation, dropout_p=p
+            x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate, norm=norm, activation=activation, dropout_p=p
         )
     keep_up, keep_gate = _kept_features(keep, w_up.shape[0], gated=w_gate is not None)
     return torch.ops.fused_remat.mlp(
-        x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, p, keep_up, keep_gate, workspace_bytes, backend
-    )
+        *operands.values(), norm.kind if norm else "", norm.eps if norm else 0.0, activation, p, keep_up, keep_gate,
+        workspace_bytes, backend,
+    )  # fmt: skip
+
+
+def mlp_operands(
+    x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, w_gate: Tensor | None,
+    b_gate: Tensor | None, norm: Norm | None,
+) -> Operands:  # fmt: skip
+    """The tensors of a call by the names that messages use, in the order that the op takes them."""
+    check_norm(norm)
+    return {
+        "x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down, "w_gate": w_gate, "b_gate": b_gate,
+        "norm.weight": norm.weight if norm else None, "norm.bias": norm.bias if norm else None,
+    }  # fmt: skip
 
 
 def _kept_features(keep: Keep, hidden_features: int, *, gated: bool) -> tuple[int, int]:
@@ -76,7 +89,7 @@ def _kept_features(keep: Keep, hidden_features: int, *, gated: bool) -> tuple[in
 
 
 def describe_mlp(
-    operands: dict[str, Tensor | None], activation: str, dropout_p: float, keep: Keep, workspace: int | None
+    operands: Operands, activation: str, dropout_p: float, keep: Keep, workspace: int | None
 ) -> dispatch.Call:
     """Refuse what cannot be meant, before anything is computed, and describe the rest to the dispatcher."""
     check_tensors(operands, required=("x", "w_up", "w_down"))
@@ -97,7 +110,7 @@ def describe_mlp(
     )
 
 
-def _check_shapes(operands: dict[str, Tensor | None]) -> None:
+def _check_shapes(operands: Operands) -> None:
     x, w_up, w_down = operands["x"], operands["w_up"], operands["w_down"]
     if x.dim() < 1:
         raise ValueError("x must be [..., D] with at least 1 dim, got a 0-dim tensor; add the feature dim")
@@ -112,7 +125,7 @@ def _check_shapes(operands: dict[str, Tensor | None]) -> None:
         )
     expected = {
         "w_down": (d_out, features), "w_gate": (features, d_in), "b_up": (features,), "b_gate": (features,),
-        "b_down": (d_out,),
+        "b_down": (d_out,), "norm.weight": (d_in,), "norm.bias": (d_in,),
     }  # fmt: skip
     for name, shape in expected.items():
         operand = operands[name]

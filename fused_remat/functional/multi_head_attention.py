@@ -189,7 +189,7 @@ def _check_shapes(
     rows_v = num_kv_heads * value_width
     if len(weights) == 1:
         rows = weights[""].shape[0] - rows_v
-        width = max(rows, 0) // (num_heads + num_kv_heads)
+        width, rest = divmod(max(rows, 0), num_heads + num_kv_heads)
         inputs = {"": query}
         for name, x in (("key", key), ("value", value)):
             if x.shape[-1] != query.shape[-1]:
@@ -198,9 +198,9 @@ def _check_shapes(
                     "cannot project; pass a tuple of three weights"
                 )
     else:
-        rows, width = weights["[0]"].shape[0], weights["[0]"].shape[0] // num_heads
+        width, rest = divmod(weights["[0]"].shape[0], num_heads)
         inputs = {"[0]": query, "[1]": key, "[2]": value}
-    if width < 1 or rows % width:
+    if width < 1 or rest:
         raise ValueError(
             f"in_proj_weight must have H E rows for q, Hk E for k and Hk Ev for v, with H={num_heads}, "
             f"Hk={num_kv_heads} and Ev={value_width} (columns of out_proj_weight / H); got "

@@ -37,8 +37,12 @@ def _fake_fwd(q, k, v, attn_mask, key_mask, causal, window_left, window_right, d
 
 def _fake_bwd(dout, dlse, q, k, v, attn_mask, key_mask, *args):
     output_mask = args[-1]
+
+    def heads_gradient(t: Tensor) -> Tensor:
+        return t.new_empty(t.shape) if t.is_contiguous() else heads_like(t, *t.shape[1:])
+
     heads = [
-        heads_like(t, *t.shape[1:]) if wanted else t.new_empty((0,))
+        heads_gradient(t) if wanted else t.new_empty((0,))
         for t, wanted in zip((q, k, v), output_mask[:3], strict=True)
     ]
     masks = [

@@ -1,4 +1,4 @@
-"""The MLP operators: fake kernels and FLOP formulas."""
+"""The MLP operators: fake kernels, reference kernel and FLOP formulas."""
 
 from __future__ import annotations
 
@@ -7,41 +7,59 @@ from collections.abc import Callable
 
 import torch
 
+from fused_remat import reference
+from fused_remat.settings import Norm
+
+_OPERANDS = 9  # the leading arguments, all tensors or None
+# Positions among the arguments after x, w_up and w_down.
+_KEEP_UP, _COMPUTE_DTYPE = 10, 14
+
+
+def _fake(x, w_up, w_down, *args):
+    # The last argument may be left out.
+    compute_dtype = args[_COMPUTE_DTYPE] if len(args) > _COMPUTE_DTYPE else None
+    return x.new_empty((*x.shape[:-1], w_down.shape[0]), dtype=compute_dtype or x.dtype)
+
+
+def _fake_fwd(x, w_up, w_down, *args):
+    y, rows = _fake(x, w_up, w_down, *args), math.prod(x.shape[:-1])
+    keep_up, keep_gate = args[_KEEP_UP : _KEEP_UP + 2]
+    return y, y.new_empty((rows, keep_up)), y.new_empty((rows, keep_gate))
+
+
+def _fake_bwd(dy, *args):
+    x, operands, output_mask = args[0], args[:_OPERANDS], args[-1]
+    return (
+        x.new_empty(x.shape if output_mask[0] else (0,)),
+        *(
+            torch.empty_like(operand) if wanted else (x if operand is None else operand).new_empty((0,))
+            for operand, wanted in zip(operands[1:], output_mask[1:], strict=True)
+        ),
+    )
+
+
+def _reference(x, w_up, w_down, b_up, b_down, w_gate, b_gate, norm_weight, norm_bias, norm, norm_eps, activation,
+               dropout_p, keep_up, keep_gate, workspace, backend, compute_dtype, seed):  # fmt: skip
+    operands = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, norm_weight, norm_bias)
+    x, w_up, w_down, b_up, b_down, w_gate, b_gate, norm_weight, norm_bias = (
+        operand if operand is None or compute_dtype is None else operand.to(compute_dtype) for operand in operands
+    )
+    return reference.mlp(
+        x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate,
+        norm=Norm(norm, norm_weight, norm_bias, norm_eps) if norm else None, activation=activation,
+        dropout_p=dropout_p, seed=seed,
+    )  # fmt: skip
+
 
 def register() -> None:
-    def fake_mlp(x, w_up, w_down, b_up, b_down, w_gate, b_gate, activation, dropout_p, keep_up, keep_gate, workspace,
-                 backend, compute_dtype=None):  # fmt: skip
-        return x.new_empty((*x.shape[:-1], w_down.shape[0]), dtype=compute_dtype or x.dtype)
-
-    def fake_fwd(x, w_up, w_down, b_up, b_down, w_gate, b_gate, seed, activation, dropout_p, keep_up, keep_gate,
-                 workspace, compute_dtype, backend):  # fmt: skip
-        rows = math.prod(x.shape[:-1])
-        return (
-            x.new_empty((*x.shape[:-1], w_down.shape[0]), dtype=compute_dtype),
-            x.new_empty((rows, keep_up), dtype=compute_dtype),
-            x.new_empty((rows, keep_gate), dtype=compute_dtype),
-        )
-
-    def fake_bwd(dy, x, w_up, w_down, b_up, b_down, w_gate, b_gate, up, gate, seed, activation, dropout_p, workspace,
-                 compute_dtype, backend, output_mask):  # fmt: skip
-        parameters = (w_up, w_down, b_up, b_down, w_gate, b_gate)
-        return (
-            x.new_empty(x.shape if output_mask[0] else (0,)),
-            *(
-                torch.empty_like(parameter) if wanted else (x if parameter is None else parameter).new_empty((0,))
-                for parameter, wanted in zip(parameters, output_mask[1:], strict=True)
-            ),
-        )
-
-    def fake_tile(*args) -> None:
-        return None
-
-    torch.library.register_fake("fused_remat::mlp", fake_mlp)
-    torch.library.register_fake("fused_remat::mlp_fwd", fake_fwd)
-    torch.library.register_fake("fused_remat::mlp_bwd", fake_bwd)
+    """Give the operators their fake kernels, and the reference operator its implementation."""
+    torch.library.register_fake("fused_remat::mlp", _fake)
+    torch.library.register_fake("fused_remat::mlp_fwd", _fake_fwd)
+    torch.library.register_fake("fused_remat::mlp_bwd", _fake_bwd)
+    torch.library.impl("fused_remat::mlp_reference", "CompositeImplicitAutograd")(_reference)
     for backend in ("aten", "cpp"):
         for op in ("mlp_fwd_chunk", "mlp_bwd_chunk", "column_sums"):
-            torch.library.register_fake(f"fused_remat::{op}_{backend}", fake_tile)
+            torch.library.register_fake(f"fused_remat::{op}_{backend}", lambda *args: None)
 
 
 def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
@@ -50,14 +68,17 @@ def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
         rows, (features, d_in), d_out = math.prod(x_shape[:-1]), w_up_shape, w_down_shape[0]
         return 2 * rows * features * (d_in * (1 if w_gate_shape is None else 2) + d_out)
 
-    def backward(dy_shape, x_shape, w_up_shape, w_down_shape, b_up, b_down, w_gate_shape, b_gate, up_shape, gate_shape,
-                 *args, out_shape=None, **kwargs) -> int:  # fmt: skip
+    def backward(dy_shape, x_shape, w_up_shape, w_down_shape, b_up, b_down, w_gate_shape, *args, out_shape=None,
+                 **kwargs) -> int:  # fmt: skip
         rows, (features, d_in), d_out = math.prod(x_shape[:-1]), w_up_shape, w_down_shape[0]
-        wants_dx, wants_dw_up, wants_dw_down, wants_db_up, _, wants_dw_gate, wants_db_gate = args[-1]
+        *_, up_shape, gate_shape, wanted = args
+        wants_dx, wants_dw_up, wants_dw_down, wants_db_up, _, wants_dw_gate, wants_db_gate = wanted[:7]
+        wants_dx = wants_dx or any(wanted[7:])
+        kept_up, kept_gate = (0 if shape is None else shape[1] for shape in (up_shape, gate_shape))
         through_activation = wants_dx or wants_dw_up or wants_db_up or wants_dw_gate or wants_db_gate
         if not through_activation and not wants_dw_down:
             return 0
-        rebuilt = features - up_shape[1] + (0 if w_gate_shape is None else features - gate_shape[1])
+        rebuilt = features - kept_up + (0 if w_gate_shape is None else features - kept_gate)
         inputs = 1 if w_gate_shape is None else 2
         products_in = rebuilt + features * (wants_dw_up + wants_dw_gate + (inputs if wants_dx else 0))
         products_out = features * (through_activation + wants_dw_down)
