@@ -54,7 +54,7 @@ def test_backward_peak_with_a_workspace_of_one_unit(settings):
 
 def test_backward_peak_with_a_mask_norm_rotation_and_shared_heads():
     block = Block(
-        batch=2, length=1024, model=512, heads=8, kv_heads=2, width=64, norm="rms_norm", qk_norm=True, rotary=64,
+        batch=2, length=1024, model=512, heads=8, kv_heads=4, width=64, norm="rms_norm", qk_norm=True, rotary=64,
         mask="float-keys",
     )  # fmt: skip
     given = block.operands(torch.float32)
