@@ -6,7 +6,6 @@ path, so that copies, pickles and layers whose children are swapped later see th
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from fused_remat import functional
 from fused_remat.plain import is_plain_input, why_not_plain, why_not_plain_linear, why_watched, why_weights_unfit
 from fused_remat.settings import Keep, Norm
-
-_MLP_TAKES_NORM = "norm" in inspect.signature(functional.mlp).parameters
 
 Path = tuple[str, ...]
 
@@ -65,7 +62,7 @@ class Fused:
     @property
     def takes_norm(self) -> bool:
         """Whether a norm of its input can be folded into the fused call: nothing else runs on x, or adds it."""
-        return _MLP_TAKES_NORM and not self.layout.before and not self.layout.norm
+        return not self.layout.before and not self.layout.norm
 
     @property
     def kind(self) -> str:
@@ -124,13 +121,13 @@ def run(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None = None) -> 
     layout = fused.layout
     for path in layout.before:
         x = find(layer, path)(x)
-    y = _mlp(layer, fused, x, {} if norm is None else {"norm": norm})
+    y = _mlp(layer, fused, x, norm)
     for path in layout.after:
         y = find(layer, path)(y)
     return find(layer, layout.norm)(y + x) if layout.norm else y
 
 
-def _mlp(layer: nn.Module, fused: Fused, x: Tensor, options: dict[str, Any]) -> Tensor:
+def _mlp(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None) -> Tensor:
     layout = fused.layout
     dropout = find(layer, layout.dropout) if layout.dropout else None
     up, down = find(layer, layout.up), find(layer, layout.down)
@@ -149,6 +146,6 @@ def _mlp(layer: nn.Module, fused: Fused, x: Tensor, options: dict[str, Any]) -> 
         activation=layout.activation,
         dropout_p=0.0 if dropout is None else dropout.p,
         training=dropout is not None and dropout.training,
+        norm=norm,
         keep=fused.keep,
-        **options,
     )

@@ -18,18 +18,22 @@ from torch import Tensor, nn
 from fused_remat.convert.attention import FusedAttention
 from fused_remat.convert.behaviour import isolated
 from fused_remat.convert.fused import Fused, run, why_stock
-from fused_remat.convert.rebind import bind, original_class, records_of
+from fused_remat.convert.rebind import bind, original_class, records_of, runs_record
 from fused_remat.nn.attend import has_own_pre_hooks
 from fused_remat.plain import PLAIN_TENSOR_TYPES, is_plain_input, why_not_plain, why_watched
 from fused_remat.settings import Norm
+
+_NORM_FORWARDS = {cls: cls.forward for cls in (nn.LayerNorm, nn.RMSNorm)}
 
 
 def foldable(norm: nn.Module, x: Tensor) -> Norm | None:
     """What a fused call needs in order to apply `norm` to `x` itself; None if `norm` has to be called."""
     if not is_plain_input(x) or why_watched() is not None:
         return None
-    cls = next((cls for cls in (nn.LayerNorm, nn.RMSNorm) if type(norm) is cls), None)
-    if cls is None or why_not_plain(norm, cls) is not None or norm.normalized_shape != tuple(x.shape[-1:]):
+    cls = type(norm)
+    if cls not in _NORM_FORWARDS or cls.forward is not _NORM_FORWARDS[cls] or why_not_plain(norm, cls) is not None:
+        return None
+    if norm.normalized_shape != tuple(x.shape[-1:]):
         return None
     weight, bias = norm.weight, getattr(norm, "bias", None)
     for tensor in (weight, bias):
@@ -41,9 +45,9 @@ def foldable(norm: nn.Module, x: Tensor) -> Norm | None:
 
 
 def _is_called_plainly(module: nn.Module) -> bool:
-    """Whether nothing but its forward happens when `module` is called."""
+    """Whether nothing but its fused forward happens when the converted `module` is called."""
     hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not hooks and not has_own_pre_hooks(module) and "forward" not in vars(module)
+    return not hooks and not has_own_pre_hooks(module) and runs_record(module, "forward")
 
 
 def _attention(
@@ -67,7 +71,7 @@ def _attention(
 def _mlp(norm: nn.Module, owner: nn.Module, method: str, x: Tensor) -> Tensor:
     """`owner.method(norm(x))`, which is a call of `owner` for "forward"."""
     record = records_of(owner).get(method)
-    plainly = method not in vars(owner) and (method != "forward" or _is_called_plainly(owner))
+    plainly = _is_called_plainly(owner) if method == "forward" else runs_record(owner, method)
     if isinstance(record, Fused) and record.takes_norm and plainly and why_stock(owner, record, x) is None:
         folded = foldable(norm, x)
         if folded is not None:

@@ -19,7 +19,7 @@ from fused_remat.nn.attend import allow_bypass, forbid_bypass
 
 _RECORDS = "_fused_remat"  # the instance attribute with the layer's records by method
 _ORIGINAL = "_fused_remat_original"  # on a fused class: the class it replaces
-_METHODS = "_fused_remat_methods"  # on a fused class: the names of the methods it overrides
+_STOCKS = "_fused_remat_stocks"  # on a fused class: the methods it overrides, as they were when it was made
 
 
 class Record(Protocol):
@@ -67,7 +67,7 @@ def _fused_class(
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         _ORIGINAL: original,
-        _METHODS: methods,
+        _STOCKS: dict(zip(methods, stocks, strict=True)),
     }
     return type(original)(original.__name__, (original,), namespace)
 
@@ -100,6 +100,14 @@ def original_class(layer: nn.Module) -> type[nn.Module]:
 def records_of(layer: nn.Module) -> dict[str, Record]:
     """The records of a converted layer by method; empty for any other module."""
     return layer.__dict__.get(_RECORDS, {})
+
+
+def runs_record(layer: nn.Module, method: str) -> bool:
+    """Whether `layer.<method>` would run the layer's record: nothing replaced it since, on instance or class."""
+    cls = type(layer)
+    if method in vars(layer) or method not in getattr(cls, _STOCKS, {}):
+        return False
+    return getattr(getattr(cls, _ORIGINAL), method) is getattr(cls, _STOCKS)[method]
 
 
 def bind(layer: nn.Module, record: Record) -> None:
