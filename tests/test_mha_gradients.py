@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import chain, combinations, product
 
 import mha_cases as cases
@@ -67,7 +66,10 @@ def _assert_ran(backend, functions, groups):
 def test_gradcheck(block, need_weights, backend):
     functions = []
     given = block.operands()
-    for settings, keep in product(SETTINGS, ((), ("out",), ("q", "v"))):
+    grid = (*product(SETTINGS, ((), ("out",))), (SETTINGS[1], ("q", "v")))
+    if backend == "aten":  # its own code alone; the rest of the grid is about the streaming above it
+        grid = ((SETTINGS[0], ()), (SETTINGS[2], ("out",)))
+    for settings, keep in grid:
         function, values = _function(
             block, given, backend=backend, keep=keep, workspace=1, need_weights=need_weights, **settings
         )
@@ -80,7 +82,7 @@ def test_gradcheck(block, need_weights, backend):
 
 @pytest.mark.parametrize("need_weights", (None, "averaged", "per head"))
 def test_gradcheck_of_every_subset_of_residuals(need_weights):
-    block = replace(BLOCKS["everything"], kv_heads=2)
+    block = Block(**SMALL, norm="rms_norm", qk_norm=True, zero_key=True)
     given = block.operands()
     settings = {"need_weights": need_weights is not None, "average_attn_weights": need_weights == "averaged"}
     functions = []
