@@ -150,13 +150,17 @@ void define_attention(torch::Library& m) {
       "Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? key_mask, int causal, int "
       "window_left, int window_right, float dropout_p, float scale, int workspace, str backend, "
       "ScalarType? compute_dtype";
-  m.def(("attention(" + arguments + "=None) -> (Tensor out, Tensor lse)").c_str());
+  m.def(("attention(" + arguments + "=None) -> (Tensor out, Tensor lse)").c_str(), kExactStrides);
   for (const string op : {"attention_fwd", "attention_reference"})
-    m.def((op + "(" + arguments + ", Tensor seed) -> (Tensor out, Tensor lse)").c_str());
-  m.def(("attention_bwd(Tensor? dout, Tensor? dlse, " + arguments +
-         ", Tensor seed, Tensor? out, Tensor? lse, bool[] output_mask) -> (Tensor dq, Tensor dk, "
-         "Tensor dv, Tensor dattn_mask, Tensor dkey_mask)")
-            .c_str());
+    m.def(
+        (op + "(" + arguments + ", Tensor seed) -> (Tensor out, Tensor lse)").c_str(),
+        kExactStrides);
+  m.def(
+      ("attention_bwd(Tensor? dout, Tensor? dlse, " + arguments +
+       ", Tensor seed, Tensor? out, Tensor? lse, bool[] output_mask) -> (Tensor dq, Tensor dk, "
+       "Tensor dv, Tensor dattn_mask, Tensor dkey_mask)")
+          .c_str(),
+      kExactStrides);
   describe_remat_op("attention", /*saved_results=*/{true, true});
 }
 

@@ -107,24 +107,45 @@ void mha_bwd_kernel(const c10::OperatorHandle& op, Stack* stack) {
     stack->emplace_back(gradient.defined() ? gradient : at::empty({0}, operands.query.options()));
 }
 
+void mha_plan_kernel(const c10::OperatorHandle& op, Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  Reader reader(stack->data() + (stack->size() - count));
+  const MhaOperands operands = read_operands(reader);
+  const MhaOptions options = read_options(reader, operands.query);
+  const std::vector<int64_t> plan = mha_plan(operands, options);
+  torch::jit::drop(*stack, count);
+  stack->emplace_back(plan);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fused_remat, m) {
-  m.def(("multi_head_attention(" + kArguments + "=None) -> (Tensor y, Tensor weights)").c_str());
-  m.def(("multi_head_attention_reference(" + kArguments +
-         ", Tensor seed) -> (Tensor y, Tensor weights)")
-            .c_str());
-  m.def(("multi_head_attention_fwd(" + kArguments +
-         ", Tensor seed) -> (Tensor y, Tensor weights, Tensor q, Tensor k, Tensor v, Tensor out, "
-         "Tensor lse)")
-            .c_str());
+  m.def(
+      ("multi_head_attention(" + kArguments + "=None) -> (Tensor y, Tensor weights)").c_str(),
+      kExactStrides);
+  m.def(
+      ("multi_head_attention_reference(" + kArguments +
+       ", Tensor seed) -> (Tensor y, Tensor weights)")
+          .c_str(),
+      kExactStrides);
+  m.def(
+      ("multi_head_attention_fwd(" + kArguments +
+       ", Tensor seed) -> (Tensor y, Tensor weights, Tensor q, Tensor k, Tensor v, Tensor out, "
+       "Tensor lse)")
+          .c_str(),
+      kExactStrides);
   string gradients = "Tensor d0";
   for (int i = 1; i < kMhaOperands; ++i) gradients += ", Tensor d" + std::to_string(i);
-  m.def(("multi_head_attention_bwd(Tensor? dy, Tensor? dweights, " + kArguments +
-         ", Tensor seed, Tensor? y, Tensor? weights, Tensor? q, Tensor? k, Tensor? v, Tensor? out, "
-         "Tensor? lse, bool[] output_mask) -> (" +
-         gradients + ")")
-            .c_str());
+  m.def(
+      ("multi_head_attention_bwd(Tensor? dy, Tensor? dweights, " + kArguments +
+       ", Tensor seed, Tensor? y, Tensor? weights, Tensor? q, Tensor? k, Tensor? v, Tensor? out, "
+       "Tensor? lse, bool[] output_mask) -> (" +
+       gradients + ")")
+          .c_str(),
+      kExactStrides);
+  // [key-value heads, token rows, bytes] that the passes would handle at a time: what explain
+  // prints.
+  m.def(("multi_head_attention_plan(" + kArguments + "=None) -> int[]").c_str());
   describe_remat_op(
       "multi_head_attention", /*saved_results=*/{false, false, true, true, true, true, true});
 }
@@ -133,12 +154,15 @@ TORCH_LIBRARY_IMPL(fused_remat, CompositeExplicitAutograd, m) {
   m.impl("multi_head_attention", torch::CppFunction::makeFromBoxedFunction<&remat_without_grad>());
   m.impl("multi_head_attention_fwd", torch::CppFunction::makeFromBoxedFunction<&mha_fwd_kernel>());
   m.impl("multi_head_attention_bwd", torch::CppFunction::makeFromBoxedFunction<&mha_bwd_kernel>());
+  m.impl(
+      "multi_head_attention_plan", torch::CppFunction::makeFromBoxedFunction<&mha_plan_kernel>());
 }
 
 TORCH_LIBRARY_IMPL(fused_remat, Autograd, m) {
   m.impl("multi_head_attention", torch::CppFunction::makeFromBoxedFunction<&remat_autograd>());
   for (const string op : {"multi_head_attention_fwd", "multi_head_attention_bwd"})
     m.impl(op.c_str(), torch::autograd::autogradNotImplementedFallback());
+  m.impl("multi_head_attention_plan", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(fused_remat, AutocastCPU, m) {

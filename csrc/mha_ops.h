@@ -91,4 +91,7 @@ std::array<at::Tensor, kMhaOperands> mha_bwd(
     const at::Tensor& seed, const std::array<OptionalTensor, kMhaResiduals>& residuals,
     const OptionalTensor& lse, const std::array<bool, kMhaOperands>& wanted);
 
+// {key-value heads, token rows, bytes} that the passes handle at a time.
+std::vector<int64_t> mha_plan(const MhaOperands&, const MhaOptions&);
+
 }  // namespace fused_remat

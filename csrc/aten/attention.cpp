@@ -147,7 +147,9 @@ void attention_fwd(
     // Rows with nothing to attend to would be NaN: their scores count as zeros, their results as
     // zeros.
     const Tensor nothing = scores.eq(kNothing).all(3, /*keepdim=*/true);
-    const Tensor log_sum = at::logsumexp(scores.masked_fill(nothing, 0.0), {3}, /*keepdim=*/true);
+    Tensor log_sum = at::logsumexp(scores.masked_fill(nothing, 0.0), {3}, /*keepdim=*/true);
+    // A score of +inf makes the whole row NaN, as a softmax does: its lse must carry that on.
+    log_sum.masked_fill_(log_sum.eq(-kNothing), std::numeric_limits<double>::quiet_NaN());
     const Tensor p = (scores - log_sum).exp_().masked_fill_(nothing, 0.0);
     out.narrow(2, i0, rows).copy_(tiles.times(dropped(p, tiles.dropout(i0, rows)), values));
     lse.narrow(2, i0, rows).copy_(log_sum.masked_fill(nothing, kNothing).squeeze(3));

@@ -11,9 +11,15 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <ATen/core/stack.h>
 
+#include <vector>
+
 namespace fused_remat {
+
+// Results lie in memory as inputs do, so a compiler must not lay inputs out anew.
+inline const std::vector<at::Tag> kExactStrides{at::Tag::needs_exact_strides};
 
 // Which results of X_fwd backward reads; the others are not saved.
 void describe_remat_op(const char* name, std::vector<bool> saved_results);

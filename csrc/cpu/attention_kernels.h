@@ -67,7 +67,7 @@ inline T exponentiate(T* a, T shift, int64_t n) {
   const Vec<T> minus(shift);
   Vec<T> sum(T(0));
   for_each_vector<T>(n, [&](int64_t j) {
-    const Vec<T> e = (Vec<T>::loadu(a + j) - minus).exp_u20();
+    const Vec<T> e = (Vec<T>::loadu(a + j) - minus).exp();
     e.store(a + j);
     sum = sum + e;
   });

@@ -91,6 +91,9 @@ struct Problem {
   void for_each_task(int64_t tasks, const Body& body) const;
 
   static constexpr int64_t kLanes = 64;  // at least the numbers of the widest vector
+  // Tiles fit the scratch bytes once; on a machine of many threads, each with a tile of its own,
+  // they may take this many times as much before threads go without.
+  static constexpr int64_t kMostScratch = 4;
 
   int64_t scratch_numbers() const;  // of one thread
   int64_t masked_keys() const { return masked_keys_; }
@@ -178,7 +181,7 @@ void Problem::for_each_task(int64_t tasks, const Body& body) const {
   if (tasks == 0) return;
   const int64_t bytes = scratch_numbers() * static_cast<int64_t>(sizeof(T));
   const int64_t slots = std::clamp<int64_t>(
-      scratch_bytes_ / bytes, 1, std::min<int64_t>(tasks, at::get_num_threads()));
+      kMostScratch * scratch_bytes_ / bytes, 1, std::min<int64_t>(tasks, at::get_num_threads()));
   // Here, not in the threads: what a caller's profiler counts is what this thread allocates.
   const at::Tensor memory =
       at::empty({slots * scratch_numbers()}, at::CppTypeToScalarType<T>::value);

@@ -197,4 +197,9 @@ MhaPlan MhaProblem::make_plan() const {
   return p;
 }
 
+std::vector<int64_t> mha_plan(const MhaOperands& operands, const MhaOptions& options) {
+  const MhaProblem problem(operands, options, at::empty({0}, at::kLong));
+  return {problem.plan.kv_heads, problem.plan.rows, problem.bytes(problem.plan)};
+}
+
 }  // namespace fused_remat

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fused_remat import budget, dispatch, reference
 from fused_remat.functional.masks import Corner, Window, broadcast_mask, check_band, check_key_padding_mask
-from fused_remat.functional.operands import check_dtypes, check_tensors, why_reference_only
-from fused_remat.settings import check_dropout
+from fused_remat.functional.operands import Prepared, check_dtypes, check_tensors, why_reference_only
+from fused_remat.settings import check_dropout, check_size
 
 MASKS = ("attn_mask", "key_padding_mask")
 
@@ -61,6 +61,29 @@ def attention(
         ValueError: a wrong rank, shape, device, probability, corner, window or budget.
         RuntimeError: a named backend (`fused_remat.backend`) cannot run this call.
     """
+    out, lse = prepare_attention(
+        q, k, v, attn_mask=attn_mask, key_padding_mask=key_padding_mask, is_causal=is_causal, causal=causal,
+        window=window, dropout_p=dropout_p, scale=scale, training=training, workspace=workspace,
+    ).run()  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def prepare_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    causal: Corner | None,
+    window: Window | None,
+    dropout_p: float,
+    scale: float | None,
+    training: bool,
+    workspace: int | None,
+) -> Prepared:
+    """Refuse what cannot be meant, before anything is computed; arguments as `attention`."""
     operands = {"q": q, "k": k, "v": v, "attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
     check_tensors(operands, required=("q", "k", "v"))
     _check_shapes(q, k, v)
@@ -68,7 +91,7 @@ def attention(
     mask = broadcast_mask("attn_mask", attn_mask, shape)
     check_key_padding_mask(key_padding_mask, shape[0], shape[3])
     band = check_band(is_causal, causal, window)
-    p = check_dropout(dropout_p, name="dropout_p") if training else 0.0 * check_dropout(dropout_p, name="dropout_p")
+    p = check_dropout(dropout_p, name="dropout_p") * bool(training)
     scale = check_scale(scale, q.shape[-1])
     nbytes = budget.resolve(workspace, q.device.type)
     call = dispatch.Call(
@@ -77,17 +100,15 @@ def attention(
         dtype=check_real(check_dtypes(operands, masks=MASKS)),
         reference_only=why_reference_only(operands),
     )
-    backend = dispatch.resolve(call)
-    if backend == "reference":
+
+    def on_reference() -> tuple[Tensor, Tensor]:
         out, lse, _ = reference.attention(
             *(t.to(call.dtype) for t in (q, k, v)), attn_mask=mask, key_padding_mask=key_padding_mask,
             causal=band.causal, window=band.window, dropout_p=p, scale=scale,
         )  # fmt: skip
-    else:
-        out, lse = torch.ops.fused_remat.attention(
-            q, k, v, mask, key_padding_mask, *band.codes(), p, scale, nbytes, backend
-        )
-    return (out, lse) if return_lse else out
+        return out, lse
+
+    return Prepared(call, (q, k, v, mask, key_padding_mask, *band.codes(), p, scale, nbytes), on_reference)
 
 
 def check_scale(scale: float | None, width: int) -> float:
@@ -106,8 +127,16 @@ def check_real(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def check_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Raises ValueError unless key-value heads divide query heads."""
+def check_head_counts(num_heads: int, num_kv_heads: int | None) -> int:
+    """The number of key-value heads. Raises ValueError unless it divides the number of query heads."""
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check_size("num_heads", num_heads)
+    check_size("num_kv_heads", num_kv_heads)
+    _check_groups(num_heads, num_kv_heads)
+    return num_kv_heads
+
+
+def _check_groups(num_heads: int, num_kv_heads: int) -> None:
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"the number of query heads must be a multiple of that of key-value heads, got H={num_heads}, "
@@ -125,4 +154,4 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k must be as wide as q, got E={k.shape[-1]} and E={q.shape[-1]}")
     if v.shape[1:3] != k.shape[1:3]:
         raise ValueError(f"v must have the heads and length of k, {list(k.shape[1:3])}, got {list(v.shape[1:3])}")
-    check_heads(q.shape[1], k.shape[1])
+    _check_groups(q.shape[1], k.shape[1])

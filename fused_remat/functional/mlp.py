@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fused_remat import budget, dispatch, reference
-from fused_remat.functional.operands import Operands, check_dtypes, check_tensors, why_reference_only
+from fused_remat.functional.operands import Operands, Prepared, check_dtypes, check_tensors, why_reference_only
 from fused_remat.settings import Keep, Norm, check_activation, check_dropout, check_keep, check_norm
 
 
@@ -29,8 +28,8 @@ def mlp(
     """Two-layer or gated MLP whose hidden activations are rebuilt inside backward, chunk by chunk.
 
     `n = norm(x)`; `up = n w_up^T + b_up`; plain `hidden = act(up)`, gated (`w_gate`) `hidden = act(gate) * up`;
-    dropout on `hidden`; `y = hidden w_down^T + b_down`. Backward needs x and the weights, plus what `keep` names; neither pass
-    ever holds a whole [M, F] tensor that was not kept (`M` = token rows).
+    dropout on `hidden`; `y = hidden w_down^T + b_down`. Backward needs x and the weights, plus what `keep` names;
+    neither pass ever holds a whole [M, F] tensor that was not kept (`M` = token rows).
 
     Args:
         x, w_up, w_down, b_up, b_down, w_gate, b_gate: shapes above, weights as `nn.Linear` stores them. One device and
@@ -52,32 +51,59 @@ def mlp(
         ValueError: a wrong rank, shape, device, name, probability or budget.
         RuntimeError: a named backend (`fused_remat.backend`) cannot run this call.
     """
-    operands = mlp_operands(x, w_up, w_down, b_up, b_down, w_gate, b_gate, norm)
-    call = describe_mlp(operands, activation, dropout_p, keep, workspace)
-    workspace_bytes = budget.resolve(workspace, x.device.type)
-    p = float(dropout_p) if training else 0.0
-    backend = dispatch.resolve(call)
-    if backend == "reference":
-        return reference.mlp(
-            x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate, norm=norm, activation=activation, dropout_p=p
-        )
-    keep_up, keep_gate = _kept_features(keep, w_up.shape[0], gated=w_gate is not None)
-    return torch.ops.fused_remat.mlp(
-        *operands.values(), norm.kind if norm else "", norm.eps if norm else 0.0, activation, p, keep_up, keep_gate,
-        workspace_bytes, backend,
-    )  # fmt: skip
+    return prepare_mlp(
+        x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate, norm=norm, activation=activation,
+        dropout_p=dropout_p, training=training, keep=keep, workspace=workspace,
+    ).run()  # fmt: skip
 
 
-def mlp_operands(
-    x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None, w_gate: Tensor | None,
-    b_gate: Tensor | None, norm: Norm | None,
-) -> Operands:  # fmt: skip
-    """The tensors of a call by the names that messages use, in the order that the op takes them."""
+def prepare_mlp(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    *,
+    w_gate: Tensor | None,
+    b_gate: Tensor | None,
+    norm: Norm | None,
+    activation: str,
+    dropout_p: float,
+    training: bool,
+    keep: Keep,
+    workspace: int | None,
+) -> Prepared:
+    """Refuse what cannot be meant, before anything is computed; arguments as `mlp`."""
     check_norm(norm)
-    return {
+    operands = {
         "x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down, "w_gate": w_gate, "b_gate": b_gate,
         "norm.weight": norm.weight if norm else None, "norm.bias": norm.bias if norm else None,
     }  # fmt: skip
+    check_tensors(operands, required=("x", "w_up", "w_down"))
+    if b_gate is not None and w_gate is None:
+        raise ValueError("b_gate was given without w_gate; pass both for a gated MLP, neither for a plain one")
+    check_activation(activation)
+    p = check_dropout(dropout_p, name="dropout_p") * bool(training)
+    check_keep(keep, gated=w_gate is not None)
+    _check_shapes(operands)
+    call = dispatch.Call(
+        op="mlp",
+        device=x.device.type,
+        dtype=check_dtypes(operands),
+        activation=activation,
+        reference_only=why_reference_only(operands),
+    )
+
+    def on_reference() -> Tensor:
+        return reference.mlp(
+            x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate, norm=norm, activation=activation, dropout_p=p
+        )
+
+    arguments = (
+        *operands.values(), norm.kind if norm else "", norm.eps if norm else 0.0, activation, p,
+        *_kept_features(keep, w_up.shape[0], gated=w_gate is not None), budget.resolve(workspace, x.device.type),
+    )  # fmt: skip
+    return Prepared(call, arguments, on_reference)
 
 
 def _kept_features(keep: Keep, hidden_features: int, *, gated: bool) -> tuple[int, int]:
@@ -86,28 +112,6 @@ def _kept_features(keep: Keep, hidden_features: int, *, gated: bool) -> tuple[in
         kept = round(keep * hidden_features)
         return kept, kept if gated else 0
     return (hidden_features if "up" in keep else 0), (hidden_features if "gate" in keep else 0)
-
-
-def describe_mlp(
-    operands: Operands, activation: str, dropout_p: float, keep: Keep, workspace: int | None
-) -> dispatch.Call:
-    """Refuse what cannot be meant, before anything is computed, and describe the rest to the dispatcher."""
-    check_tensors(operands, required=("x", "w_up", "w_down"))
-    if operands["b_gate"] is not None and operands["w_gate"] is None:
-        raise ValueError("b_gate was given without w_gate; pass both for a gated MLP, neither for a plain one")
-    check_activation(activation)
-    check_dropout(dropout_p, name="dropout_p")
-    check_keep(keep, gated=operands["w_gate"] is not None)
-    if workspace is not None:
-        budget.check_bytes("workspace", workspace)
-    _check_shapes(operands)
-    return dispatch.Call(
-        op="mlp",
-        device=operands["x"].device.type,
-        dtype=check_dtypes(operands),
-        activation=activation,
-        reference_only=why_reference_only(operands),
-    )
 
 
 def _check_shapes(operands: Operands) -> None:

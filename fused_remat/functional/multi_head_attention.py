@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fused_remat import budget, dispatch, reference
-from fused_remat.functional.attention import MASKS, check_heads, check_real, check_scale
+from fused_remat.functional.attention import MASKS, check_head_counts, check_real, check_scale
 from fused_remat.functional.masks import Corner, Window, broadcast_mask, check_band, check_key_padding_mask
-from fused_remat.functional.operands import Operands, check_dtypes, check_tensors, why_reference_only
-from fused_remat.settings import Norm, check_dropout, check_norm, check_residuals, check_size
+from fused_remat.functional.operands import Operands, Prepared, check_dtypes, check_tensors, why_reference_only
+from fused_remat.settings import Norm, check_dropout, check_norm, check_residuals
 
 RESIDUALS = ("q", "k", "v", "out")
 
@@ -84,11 +84,30 @@ def multi_head_attention(
         ValueError: a wrong rank, shape, device, name, probability, corner, window or budget.
         RuntimeError: a named backend (`fused_remat.backend`) cannot run this call.
     """
+    y, probabilities = prepare_multi_head_attention(
+        query, key, value, in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias, num_heads, num_kv_heads,
+        attn_mask=attn_mask, key_padding_mask=key_padding_mask, is_causal=is_causal, causal=causal, window=window,
+        dropout_p=dropout_p, scale=scale, training=training, bias_k=bias_k, bias_v=bias_v,
+        add_zero_attn=add_zero_attn, norm=norm, q_norm=q_norm, k_norm=k_norm, qk_norm_eps=qk_norm_eps, rotary=rotary,
+        rotary_interleaved=rotary_interleaved, need_weights=need_weights, average_attn_weights=average_attn_weights,
+        keep=keep, workspace=workspace,
+    ).run()  # fmt: skip
+    return (y, probabilities) if need_weights else y
+
+
+def prepare_multi_head_attention(
+    query: Tensor, key: Tensor | None, value: Tensor | None,
+    in_proj_weight: Tensor | tuple[Tensor, Tensor, Tensor], in_proj_bias: Tensor | Three | None,
+    out_proj_weight: Tensor, out_proj_bias: Tensor | None, num_heads: int, num_kv_heads: int | None,
+    *, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, causal: Corner | None,
+    window: Window | None, dropout_p: float, scale: float | None, training: bool, bias_k: Tensor | None,
+    bias_v: Tensor | None, add_zero_attn: bool, norm: Norm | None, q_norm: Tensor | None, k_norm: Tensor | None,
+    qk_norm_eps: float, rotary: tuple[Tensor, Tensor] | None, rotary_interleaved: bool, need_weights: bool,
+    average_attn_weights: bool, keep: tuple[str, ...], workspace: int | None,
+) -> Prepared:  # fmt: skip
+    """Refuse what cannot be meant, before anything is computed; arguments as `multi_head_attention`."""
     key, value = (None if key is query else key), (None if value is key or (key is None and value is query) else value)
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    check_size("num_heads", num_heads)
-    check_size("num_kv_heads", num_kv_heads)
-    check_heads(num_heads, num_kv_heads)
+    num_kv_heads = check_head_counts(num_heads, num_kv_heads)
     weights, biases = _three("in_proj_weight", in_proj_weight), _three("in_proj_bias", in_proj_bias)
     cos, sin = _check_rotary(rotary)
     check_norm(norm)
@@ -110,32 +129,31 @@ def multi_head_attention(
     p = check_dropout(dropout_p, name="dropout_p") * bool(training)
     scale = check_scale(scale, sizes.width)
     keep = check_residuals(keep, RESIDUALS, "multi_head_attention")
-    nbytes = budget.resolve(workspace, query.device.type)
     call = dispatch.Call(
         op="multi_head_attention",
         device=query.device.type,
         dtype=check_real(check_dtypes(operands, masks=MASKS)),
         reference_only=why_reference_only(operands) or _why_rotary_is_learned(cos, sin),
     )
-    backend = dispatch.resolve(call)
     cos, sin = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in (cos, sin))
-    if backend == "reference":
-        y, probabilities = _reference(
+
+    def on_reference() -> tuple[Tensor, Tensor]:
+        return _reference(
             call.dtype, query, key, value, weights, biases, out_proj_weight, out_proj_bias, num_heads, num_kv_heads,
             bias_k=bias_k, bias_v=bias_v, add_zero_attn=add_zero_attn, norm=norm, q_norm=q_norm, k_norm=k_norm,
             qk_norm_eps=qk_norm_eps, rotary=None if cos is None else (cos, sin), rotary_interleaved=rotary_interleaved,
             average_attn_weights=average_attn_weights, attn_mask=mask, key_padding_mask=key_padding_mask,
             causal=band.causal, window=band.window, dropout_p=p, scale=scale,
         )  # fmt: skip
-    else:
-        y, probabilities = torch.ops.fused_remat.multi_head_attention(
-            query, key, value, *_padded(weights), *_padded(biases), out_proj_weight, out_proj_bias, bias_k, bias_v,
-            operands["norm.weight"], operands["norm.bias"], q_norm, k_norm, cos, sin, mask, key_padding_mask,
-            num_heads, num_kv_heads, add_zero_attn, norm.kind if norm else "", norm.eps if norm else 0.0,
-            qk_norm_eps, rotary_interleaved, *band.codes(), p, scale,
-            need_weights and (1 if average_attn_weights else 2), *(name in keep for name in RESIDUALS), nbytes, backend,
-        )  # fmt: skip
-    return (y, probabilities) if need_weights else y
+
+    arguments = (
+        query, key, value, *_padded(weights), *_padded(biases), out_proj_weight, out_proj_bias, bias_k, bias_v,
+        operands["norm.weight"], operands["norm.bias"], q_norm, k_norm, cos, sin, mask, key_padding_mask,
+        num_heads, num_kv_heads, add_zero_attn, norm.kind if norm else "", norm.eps if norm else 0.0, qk_norm_eps,
+        rotary_interleaved, *band.codes(), p, scale, need_weights and (1 if average_attn_weights else 2),
+        *(name in keep for name in RESIDUALS), budget.resolve(workspace, query.device.type),
+    )  # fmt: skip
+    return Prepared(call, arguments, on_reference)
 
 
 def _three(name: str, value: Tensor | Three | None) -> dict[str, Tensor | None]:
@@ -204,7 +222,7 @@ def _check_shapes(
         raise ValueError(
             f"in_proj_weight must have H E rows for q, Hk E for k and Hk Ev for v, with H={num_heads}, "
             f"Hk={num_kv_heads} and Ev={value_width} (columns of out_proj_weight / H); got "
-            f"{[list(w.shape) for w in weights.values()]}"
+            f"{', '.join(str(list(w.shape)) for w in weights.values())}"
         )
     part_rows = (num_heads * width, num_kv_heads * width, rows_v)
     expected = {f"in_proj_weight{part}": (_rows(part, part_rows), x.shape[-1]) for part, x in inputs.items()}

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fused_remat import dispatch
 from fused_remat.plain import is_plain_input
 
 Operands = dict[str, Tensor | None]  # by argument name; the first one is the op's input
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked call: what its backend depends on, and both ways to run it."""
+
+    call: dispatch.Call
+    arguments: tuple[Any, ...]  # of torch.ops.fused_remat.<call.op>, up to the workspace; the backend follows
+    reference: Callable[[], Any]
+
+    def run(self) -> Any:
+        """The result on the backend that `dispatch.resolve` chooses."""
+        backend = dispatch.resolve(self.call)
+        if backend == "reference":
+            return self.reference()
+        return getattr(torch.ops.fused_remat, self.call.op)(*self.arguments, backend)
 
 
 def check_tensors(operands: Operands, *, required: Iterable[str]) -> None:

@@ -42,8 +42,7 @@ def _fake_bwd(dout, dlse, q, k, v, attn_mask, key_mask, *args):
         return t.new_empty(t.shape) if t.is_contiguous() else heads_like(t, *t.shape[1:])
 
     heads = [
-        heads_gradient(t) if wanted else t.new_empty((0,))
-        for t, wanted in zip((q, k, v), output_mask[:3], strict=True)
+        heads_gradient(t) if wanted else t.new_empty((0,)) for t, wanted in zip((q, k, v), output_mask[:3], strict=True)
     ]
     masks = [
         torch.empty_like(mask, memory_format=torch.contiguous_format)
