@@ -1,4 +1,4 @@
-"""Rebuild dropped MLP activations inside the backward computation, piece by piece, in a bounded workspace."""
+"""Rebuild dropped attention and MLP activations inside backward, piece by piece, in a bounded workspace."""
 
 from fused_remat import _extension
 from fused_remat.budget import workspace

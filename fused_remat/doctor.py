@@ -22,7 +22,8 @@ import torch
 import fused_remat
 from fused_remat import _build, _extension, budget, dispatch, ops
 
-_MLP_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_OPS = {"mlp": "gelu", "attention": None, "multi_head_attention": None}  # with the activation of the call
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MIB = 2**20
 
 
@@ -45,7 +46,10 @@ def examine() -> dict[str, Any]:
         **_workspace(),
     }
     devices = ["cpu", "cuda"] if gpus and torch.version.cuda else ["cpu"]
-    facts["mlp"] = {f"{name} on {device}": _choice(device, dtype) for device in devices for name, dtype in _dtypes()}
+    for op in _OPS:
+        facts[op] = {
+            f"{name} on {device}": _choice(op, device, dtype) for device in devices for name, dtype in _DTYPES.items()
+        }
     return facts
 
 
@@ -63,7 +67,7 @@ def describe(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("CPU", f"{facts['cpu_capability']}, {facts['cpu_threads']} threads"),
         ("workspace", _describe_workspace(facts)),
     ]
-    lines += [(f"mlp {call}", _describe_choice(choice)) for call, choice in facts["mlp"].items()]
+    lines += [(f"{op} {call}", _describe_choice(choice)) for op in _OPS for call, choice in facts[op].items()]
     return lines
 
 
@@ -159,13 +163,9 @@ def _describe_workspace(facts: dict[str, Any]) -> str:
     return f"{sizes} ({facts['workspace_from']})"
 
 
-def _dtypes() -> list[tuple[str, torch.dtype]]:
-    return list(_MLP_DTYPES.items())
-
-
-def _choice(device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The backend that an MLP call would run, and the reasons against those that cannot."""
-    call = dispatch.Call(op="mlp", device=device, dtype=dtype, activation="gelu")
+def _choice(op: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The backend that a call of `op` would run, and the reasons against those that cannot."""
+    call = dispatch.Call(op=op, device=device, dtype=dtype, activation=_OPS[op])
     chosen = dispatch.resolve(call)
     reasons = {name: dispatch.why_not(name, call) for name in dispatch.BACKENDS}
     return {"backend": chosen, "why_not": {name: why for name, why in reasons.items() if why}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import attention_cases as cases
 import pytest
@@ -261,3 +262,21 @@ def test_the_compiled_kernels_run_by_default():
     assert cases.backends_of(cases.kernels_of(lambda: fused_remat.attention(**given).sum().backward())) == {"cpp"}
     with fused_remat.backend("reference"):
         assert cases.kernels_of(lambda: fused_remat.attention(**given).sum().backward()) == []
+
+
+# Implementers ---------------------------------------------------------------------------------------------------------
+
+
+def test_forward_and_backward_on_different_backends_agree():
+    q, k, v = (torch.randn(2, heads, length, 5).double() for heads, length in ((4, 9), (2, 11), (2, 11)))
+    mask, key_mask = torch.randn(1, 4, 9, 11).double(), torch.rand(2, 11) > 0.2
+    seed, dout, dlse = torch.tensor([5]), torch.randn(2, 4, 9, 5).double(), torch.randn(2, 4, 9).double()
+    ops, results = torch.ops.fused_remat, []
+    for forward, backward in product(cases.BACKENDS, repeat=2):
+        call = lambda backend: (q, k, v, mask, key_mask, 2, 6, -1, 0.2, 0.5, 2000, backend, torch.float64, seed)
+        out, lse = ops.attention_fwd(*call(forward))
+        gradients = ops.attention_bwd(dout, dlse, *call(backward), out, lse, [True] * 4 + [False])
+        results.append([out, lse, *gradients])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
