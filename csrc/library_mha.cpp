@@ -62,9 +62,6 @@ MhaOptions read_options(Reader& r, const Tensor& query) {
                      query.scalar_type()};
   const IValue& compute_dtype = r.value();
   if (!compute_dtype.isNone()) options.compute_dtype = compute_dtype.toScalarType();
-  TORCH_CHECK_VALUE(
-      options.dropout_p >= 0.0 && options.dropout_p < 1.0,
-      "multi_head_attention: dropout_p must be in [0, 1), got ", options.dropout_p);
   return options;
 }
 
@@ -98,6 +95,9 @@ void mha_bwd_kernel(const c10::OperatorHandle& op, Stack* stack) {
   }
   const OptionalTensor lse = reader.optional();
   const c10::List<bool> mask = reader.value().toBoolList();
+  TORCH_CHECK_VALUE(
+      mask.size() == kMhaOperands, "output_mask must have ", int(kMhaOperands), " entries, got ",
+      mask.size());
   std::array<bool, kMhaOperands> wanted;
   for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = mask.get(i);
   if (options.need_weights == kNoWeights) dweights = std::nullopt;

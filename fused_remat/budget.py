@@ -26,6 +26,8 @@ def check_bytes(name: str, value: object) -> int:
         raise TypeError(f"{name} must be an int (bytes), got {value!r}; 32 MiB is {32 * MIB}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1 byte, got {value}; a pass takes the smallest tile below what fits")
+    if value >= 2**63:
+        raise ValueError(f"{name} must be below 2**63 bytes, got {value}")
     return value
 
 

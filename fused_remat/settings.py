@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,9 +62,27 @@ def check_norm(norm: Norm | None) -> Norm | None:
         raise ValueError(f"norm.kind must be 'layer_norm' or 'rms_norm', got {norm.kind!r}")
     if norm.kind == "rms_norm" and norm.bias is not None:
         raise ValueError("norm.bias was given with kind 'rms_norm', which has none; pass None")
-    if isinstance(norm.eps, bool) or not isinstance(norm.eps, (int, float)) or not norm.eps >= 0.0:
-        raise ValueError(f"norm.eps must be a number of at least 0, got {norm.eps!r}")
+    check_eps("norm.eps", norm.eps)
     return norm
+
+
+def check_eps(name: str, eps: float) -> float:
+    """`eps` as a float if it is a finite number of at least 0."""
+    if not is_finite(eps) or eps < 0:
+        raise ValueError(f"{name} must be a finite number of at least 0, got {eps!r}")
+    return float(eps)
+
+
+def is_finite(value: object) -> bool:
+    """Whether `value` is a number that a float holds."""
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def check_flag(name: str, value: bool) -> bool:
+    """`value` if it is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+    return value
 
 
 def check_residuals(keep: tuple[str, ...], known: tuple[str, ...], op: str) -> tuple[str, ...]:

@@ -65,10 +65,24 @@ BAD = {
     "dropout NaN": ({}, {"dropout_p": NAN}, ValueError, "dropout_p"),
     "bad dropout in evaluation": ({}, {"dropout_p": 2.0, "training": False}, ValueError, "dropout_p"),
     "scale NaN": ({}, {"scale": NAN}, ValueError, "scale must be a finite number or None, got nan"),
+    "scale beyond floats": ({}, {"scale": 10**400}, ValueError, "scale must be a finite number"),
+    "unhashable corner": ({}, {"causal": ["top_left"]}, ValueError, "causal must be 'top_left'"),
+    "endless workspace": ({}, {"workspace": 2**70}, ValueError, r"workspace must be below 2\*\*63 bytes"),
+    "sparse": ({"v": torch.ones(2, 2, 7, 3).to_sparse()}, {}, TypeError, "v must be a dense, strided tensor, got a"),
+    "float8": (
+        {n: t.to(torch.float8_e4m3fn) for n, t in _tensors().items()}, {}, TypeError, "q must be floating point of at"
+    ),
     "scale type": ({}, {"scale": "1"}, ValueError, "scale must be a finite number"),
     "negative workspace": ({}, {"workspace": -1}, ValueError, "workspace must be at least 1 byte"),
     "workspace type": ({}, {"workspace": 1.5}, TypeError, "workspace must be an int"),
 }  # fmt: skip
+
+
+def test_a_window_may_be_longer_than_any_index():
+    q, k, v = (t.float() for t in _tensors().values())
+    whole = fused_remat.attention(q, k, v)
+    for side in (2**62, 2**63 - 1, 2**70):
+        assert torch.equal(fused_remat.attention(q, k, v, window=(side, side)), whole)
 
 
 @pytest.mark.parametrize("case", BAD)

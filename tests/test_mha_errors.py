@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import mha_cases as cases
 import pytest
 import torch
@@ -9,6 +11,7 @@ from mha_cases import Block
 
 import fused_remat
 from fused_remat import Norm
+from fused_remat.functional.multi_head_attention import prepare_multi_head_attention
 
 needs_extension = pytest.mark.skipif(cases.needs_extension is not None, reason=str(cases.needs_extension))
 ONES = torch.ones
@@ -61,6 +64,13 @@ BAD = {
     "wide rotary": ({"rotary": (ONES(5, 6), ONES(5, 6))}, ValueError, "an even R of at most E=4"),
     "length of rotary": ({"rotary": (ONES(4, 4), ONES(4, 4))}, ValueError, "with L=5"),
     "sin unlike cos": ({"rotary": (ANGLES, ONES(5, 2))}, ValueError, "cos and sin must have one shape"),
+    "rotary without cos": ({"rotary": (None, ANGLES)}, TypeError, r"pair \(cos, sin\) of tensors, got \['NoneType'"),
+    "rotary without sin": ({"rotary": (ANGLES, None)}, TypeError, r"pair \(cos, sin\) of tensors"),
+    "eps of q and k": ({"qk_norm_eps": float("nan")}, ValueError, "qk_norm_eps must be a finite number"),
+    "eps of the norm": (
+        {"norm": fused_remat.Norm("rms_norm", eps=float("inf"))}, ValueError, "norm.eps must be a finite number"
+    ),
+    "need_weights": ({"need_weights": "no"}, TypeError, "need_weights must be a bool, got 'no'"),
     "rotary across lengths": (
         {"rotary": (ANGLES, ANGLES), "key": ONES(2, 7, 6)}, ValueError, "lengths must be equal, got 5 and 7"
     ),
@@ -122,3 +132,55 @@ def test_a_named_backend_that_cannot_run_says_why(name):
     ):
         block = Block()
         block.call(block.operands())
+
+
+def _op_arguments(**changes) -> list:
+    """Arguments of torch.ops.fused_remat.multi_head_attention as the functional call makes them, some replaced."""
+    passed = inspect.signature(fused_remat.multi_head_attention).bind(**_arguments())
+    passed.apply_defaults()
+    names = [argument.name for argument in torch.ops.fused_remat.multi_head_attention.default._schema.arguments]
+    made = dict(zip(names, [*prepare_multi_head_attention(**passed.arguments).arguments, "cpp", None], strict=True))
+    assert changes.keys() <= made.keys()
+    return list((made | changes).values())
+
+
+RAW = {
+    "no heads": {"num_heads": 0},
+    "cos alone": {"cos": ONES(1, 5, 4)},
+    "w_k alone": {"w_k": ONES(8, 6)},
+    "bias_k alone": {"bias_k": ONES(8)},
+    "small mask": {"attn_mask": ONES(1, 1, 3, 3)},
+    "small key mask": {"key_mask": ONES(2, 3)},
+    "integer key mask": {"key_mask": ONES(2, 5).int()},
+    "rows of w_q": {"w_q": ONES(23, 6)},
+    "columns of w_out": {"w_out": ONES(6, 6)},
+    "batches of cos": {"cos": ONES(3, 5, 4), "sin": ONES(3, 5, 4)},
+    "kind of weights": {"need_weights": 7},
+    "dropout of 1": {"dropout_p": 1.0},
+}
+
+
+@needs_extension
+@pytest.mark.parametrize("case", RAW)
+def test_the_op_checks_its_own_arguments(case):
+    """A caller of torch.ops gets an error too, never a crash or a number read out of bounds."""
+    torch.ops.fused_remat.multi_head_attention(*_op_arguments())
+    with pytest.raises((ValueError, TypeError)):
+        torch.ops.fused_remat.multi_head_attention(*_op_arguments(**RAW[case]))
+
+
+@needs_extension
+def test_the_inner_ops_check_their_own_arguments():
+    ops, call, no_seed = torch.ops.fused_remat, _op_arguments(), torch.empty(0, dtype=torch.int64)
+    _, _, *kept, lse = ops.multi_head_attention_fwd(*call, no_seed)
+    with pytest.raises(ValueError, match="dropout needs an int64 seed"):
+        ops.multi_head_attention_fwd(*_op_arguments(dropout_p=0.5), no_seed)
+    dy, query_alone = ONES(2, 5, 6), [True] + [False] * 20
+    backward = lambda dy, lse, mask: ops.multi_head_attention_bwd(
+        dy, None, *call, no_seed, None, None, *kept, lse, mask
+    )
+    assert backward(dy, lse, query_alone)[0].shape == (2, 5, 6)
+    for bad in ((dy, None, query_alone), (dy[:1], lse, query_alone), (dy, lse[..., :3], query_alone),
+                (dy, lse, [True]), (dy, lse, [True] * 21)):  # fmt: skip
+        with pytest.raises(ValueError):
+            backward(*bad)

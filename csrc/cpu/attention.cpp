@@ -252,11 +252,26 @@ void add_weights(const Problem& p, const Tensor& lse, double factor, const Tenso
   });
 }
 
-void check_wide(const Problem& p, const Tensor& t, const char* name) {
-  const at::ScalarType expected = p.wide ? at::kDouble : at::kFloat;
+// q, k and what goes with them, checked against each other.
+Problem checked(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Attending& attending,
+    const Tensor& out, const Tensor& rows) {
+  const Problem p(q, k, v.dim() == 4 ? v.size(3) : 0, attending);
+  p.check(v, /*of_keys=*/true, p.value_width);
+  p.check(out, /*of_keys=*/false, p.value_width);
+  p.check_rows(rows);
   TORCH_CHECK_TYPE(
-      t.scalar_type() == expected, "cpp attention: ", name, " must be ", expected, ", got ",
-      t.scalar_type());
+      v.scalar_type() == q.scalar_type() && out.scalar_type() == q.scalar_type(),
+      "cpp attention: q, k, v, out and dout share a dtype");
+  return p;
+}
+
+void check_gradient(const Problem& p, const Tensor& t, bool of_keys, int64_t columns) {
+  if (!t.defined()) return;
+  p.check(t, of_keys, columns);
+  TORCH_CHECK_TYPE(
+      t.scalar_type() == (p.wide ? at::kDouble : at::kFloat),
+      "cpp attention: gradients are in the accumulation dtype, got ", t.scalar_type());
 }
 
 }  // namespace
@@ -264,8 +279,7 @@ void check_wide(const Problem& p, const Tensor& t, const char* name) {
 void attention_fwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const Attending& attending,
     const Tensor& out, const Tensor& lse) {
-  const Problem p(q, k, v.size(3), attending);
-  check_wide(p, lse, "lse");
+  const Problem p = checked(q, k, v, attending, out, lse);
   const auto run = p.wide ? forward<double> : forward<float>;
   run(p, HeadsView(v), HeadsView(out), lse);
 }
@@ -274,8 +288,9 @@ void attention_delta(
     const Tensor& q, const Tensor& k, const Tensor& v, const Attending& attending,
     const Tensor& lse, const Tensor& dout, const WeightsGradient& weights, bool rebuild,
     const Tensor& out, const Tensor& delta) {
-  const Problem p(q, k, v.size(3), attending);
-  check_wide(p, delta, "delta");
+  const Problem p = checked(q, k, v, attending, out, lse);
+  p.check(dout, /*of_keys=*/false, p.value_width);
+  p.check_rows(delta);
   const auto run = p.wide ? delta_and_out<double> : delta_and_out<float>;
   run(p, HeadsView(v), lse, HeadsView(dout), weights, rebuild, HeadsView(out), delta);
 }
@@ -284,9 +299,11 @@ void attention_bwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const Attending& attending,
     const Tensor& lse, const Tensor& delta, const Tensor& dout, const WeightsGradient& weights,
     const AttentionGradients& gradients) {
-  const Problem p(q, k, v.size(3), attending);
-  for (const Tensor& gradient : {gradients.dq, gradients.dk, gradients.dv})
-    if (gradient.defined()) check_wide(p, gradient, "a gradient");
+  const Problem p = checked(q, k, v, attending, dout, lse);
+  p.check_rows(delta);
+  check_gradient(p, gradients.dq, /*of_keys=*/false, p.width);
+  check_gradient(p, gradients.dk, /*of_keys=*/true, p.width);
+  check_gradient(p, gradients.dv, /*of_keys=*/true, p.value_width);
   const Backward call{p, HeadsView(v), HeadsView(dout), lse, delta, weights, gradients};
   if (gradients.dq.defined() || gradients.dk.defined() || gradients.dv.defined())
     (p.wide ? backward<double> : backward<float>)(call, attending.scale);
@@ -298,7 +315,12 @@ void attention_weights(
     const Tensor& q, const Tensor& k, const Attending& attending, const Tensor& lse, double factor,
     const Tensor& weights) {
   const Problem p(q, k, /*value_width=*/0, attending);
-  check_wide(p, weights, "weights");
+  p.check_rows(lse);
+  TORCH_CHECK_VALUE(
+      weights.dim() == 4 && weights.scalar_type() == lse.scalar_type() &&
+          (weights.size(1) == 1 || weights.size(1) == p.heads) && weights.size(0) == p.batch &&
+          weights.size(2) == p.length_q && weights.size(3) == p.length_k,
+      "cpp attention: weights must be [B, 1 or H, Lq, Lk] like lse, got ", weights.sizes());
   (p.wide ? add_weights<double> : add_weights<float>)(p, lse, factor, weights);
 }
 

@@ -57,8 +57,40 @@ Problem::Problem(const Tensor& q, const Tensor& k, int64_t value_width, const At
       head0_(attending.head0),
       num_heads_(attending.num_heads),
       scratch_bytes_(attending.scratch) {
+  TORCH_CHECK_VALUE(
+      q.dim() == 4 && k.dim() == 4 && kv_heads > 0 && heads % kv_heads == 0 && k.size(0) == batch &&
+          k.size(3) == width && k.scalar_type() == q.scalar_type() && masked_keys_ >= 0 &&
+          (!dropout_ || attending.seed.numel() == 1),
+      "cpp attention: q ", q.sizes(), " and k ", k.sizes(), " do not fit together");
+  check_mask(attending.attn_mask);
+  check_mask(attending.key_mask);
   if (dropout_) seed_ = static_cast<uint64_t>(*attending.seed.const_data_ptr<int64_t>());
   choose_tiles();
+}
+
+void Problem::check_mask(const OptionalTensor& mask) const {
+  const int64_t full[] = {batch, heads, length_q, masked_keys_};
+  for (int64_t dim = 0; mask && dim < 4; ++dim)
+    TORCH_CHECK_VALUE(
+        mask->dim() == 4 && (mask->size(dim) == 1 || mask->size(dim) == full[dim]),
+        "cpp attention: a mask must broadcast to ", at::IntArrayRef(full, 4), ", got ",
+        mask->sizes());
+}
+
+void Problem::check(const Tensor& t, bool of_keys, int64_t columns) const {
+  TORCH_CHECK_VALUE(
+      t.dim() == 4 && t.size(0) == batch && t.size(1) == (of_keys ? kv_heads : heads) &&
+          t.size(2) == (of_keys ? length_k : length_q) && t.size(3) == columns,
+      "cpp attention: an operand ", t.sizes(), " does not fit q and k");
+}
+
+void Problem::check_rows(const Tensor& t) const {
+  TORCH_CHECK_VALUE(
+      t.dim() == 3 && t.size(0) == batch && t.size(1) == heads && t.size(2) == length_q &&
+          t.scalar_type() == (wide ? at::kDouble : at::kFloat) &&
+          (length_q <= 1 || t.stride(2) == 1),
+      "cpp attention: lse and delta are dense rows of [B, H, Lq] in the accumulation dtype, got ",
+      t.sizes(), " of ", t.scalar_type());
 }
 
 int64_t Problem::scratch_numbers() const {

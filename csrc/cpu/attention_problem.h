@@ -64,6 +64,10 @@ struct Problem {
   HeadsView q, k;
   int64_t tile_queries, tile_keys;
 
+  // Raise where an operand beside q and k does not fit them.
+  void check(const at::Tensor& t, bool of_keys, int64_t columns) const;
+  void check_rows(const at::Tensor& t) const;
+
   int64_t kv_head(int64_t h) const { return h / (heads / kv_heads); }
   int64_t query_blocks() const { return (length_q + tile_queries - 1) / tile_queries; }
   int64_t key_blocks() const { return (length_k + tile_keys - 1) / tile_keys; }
@@ -114,6 +118,7 @@ struct Problem {
 
   static MaskStrides mask_strides(const OptionalTensor& mask);
   void choose_tiles();
+  void check_mask(const OptionalTensor& mask) const;
 };
 
 // A thread's buffers, and the operands of a tile as the kernels' own numbers: in place where they

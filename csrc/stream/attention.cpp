@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "../attention_ops.h"
+#include "checks.h"
 #include "heads.h"
 #include "tiles.h"
 
@@ -16,40 +17,6 @@ namespace fused_remat {
 using at::Tensor;
 
 namespace {
-
-void check_attention(
-    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attn_mask,
-    const OptionalTensor& key_mask, const Tensor& seed, double dropout_p) {
-  TORCH_CHECK_VALUE(
-      q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
-      "attention: q, k and v must be [B, heads, length, width]");
-  TORCH_CHECK_VALUE(
-      k.size(0) == q.size(0) && v.size(0) == q.size(0) && k.size(3) == q.size(3) &&
-          v.size(1) == k.size(1) && v.size(2) == k.size(2) && k.size(1) > 0 &&
-          q.size(1) % k.size(1) == 0,
-      "attention: q ", q.sizes(), ", k ", k.sizes(), " and v ", v.sizes(), " do not fit together");
-  TORCH_CHECK_VALUE(
-      dropout_p >= 0.0 && dropout_p < 1.0, "attention: dropout_p must be in [0, 1), got ",
-      dropout_p);
-  TORCH_CHECK_VALUE(
-      dropout_p == 0.0 || (seed.numel() == 1 && seed.scalar_type() == at::kLong),
-      "attention: dropout needs an int64 seed of 1 element, got ", seed.numel());
-  for (const OptionalTensor& mask : {attn_mask, key_mask})
-    TORCH_CHECK_TYPE(
-        !mask || mask->scalar_type() == at::kBool || at::isFloatingType(mask->scalar_type()),
-        "attention: masks are bool or floating point, got ", mask->scalar_type());
-  const int64_t full[] = {q.size(0), q.size(1), q.size(2), k.size(2)};
-  for (int64_t dim = 0; attn_mask && dim < 4; ++dim)
-    TORCH_CHECK_VALUE(
-        attn_mask->dim() == 4 && (attn_mask->size(dim) == 1 || attn_mask->size(dim) == full[dim]),
-        "attention: attn_mask must be 4-D and broadcast to ", at::IntArrayRef(full, 4), ", got ",
-        attn_mask->sizes());
-  TORCH_CHECK_VALUE(
-      !key_mask || (key_mask->dim() == 2 && key_mask->size(0) == q.size(0) &&
-                    key_mask->size(1) == k.size(2)),
-      "attention: key_mask must be [B, Lk], got ",
-      key_mask ? key_mask->sizes() : at::IntArrayRef{});
-}
 
 Attending attending_of(
     const Tensor& q, const Tensor& k, const OptionalTensor& attn_mask,
@@ -192,7 +159,7 @@ class BackwardPass {
 std::tuple<Tensor, Tensor> attention_fwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attn_mask,
     const OptionalTensor& key_mask, const AttentionOptions& options, const Tensor& seed) {
-  check_attention(q, k, v, attn_mask, key_mask, seed, options.dropout_p);
+  check_attention(q, k, v, attn_mask, key_mask, options, seed);
   const BelowAutocast guard;
   const at::ScalarType dtype = options.compute_dtype;
   Tensor out = empty_heads(q.size(0), q.size(1), q.size(2), v.size(3), q.options().dtype(dtype));
@@ -209,7 +176,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
     const Tensor& v, const OptionalTensor& attn_mask, const OptionalTensor& key_mask,
     const AttentionOptions& options, const Tensor& seed, const OptionalTensor& out,
     const OptionalTensor& lse, at::ArrayRef<bool> wanted) {
-  check_attention(q, k, v, attn_mask, key_mask, seed, options.dropout_p);
+  check_attention(q, k, v, attn_mask, key_mask, options, seed);
+  check_wanted({q, k, v, attn_mask, key_mask}, wanted);
+  const int64_t rows[] = {q.size(0), q.size(1), q.size(2)};
+  const int64_t outs[] = {q.size(0), q.size(1), q.size(2), v.size(3)};
+  for (const OptionalTensor& t : {lse, dlse}) check_shape("lse and its gradient", t, rows);
+  for (const OptionalTensor& t : {out, dout}) check_shape("out and its gradient", t, outs);
   const BelowAutocast guard;
   std::array<Tensor, 5> gradients;
   const auto empty_like = [&](size_t which, const Tensor& t) {
@@ -231,6 +203,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
     if (wanted[3]) gradients[3] = at::zeros_like(*attn_mask);
     if (wanted[4]) gradients[4] = at::zeros_like(*key_mask);
   } else {
+    TORCH_CHECK_VALUE(lse.has_value(), "attention_bwd: lse must be given");
     const at::ScalarType dtype = options.compute_dtype;
     const Tensor kept_out =
         out && out->numel() > 0

@@ -16,8 +16,10 @@ Band band_of(int64_t causal, int64_t left, int64_t right, int64_t length_q, int6
       right);
   const int64_t shift = causal == kBottomRight ? length_k - length_q : 0;
   Band band;
-  if (left >= 0) band.low = shift - left;
-  if (right >= 0) band.high = shift + right;
+  // A side may be as long as an integer; sums with it must not wrap.
+  const int64_t longest = Band::kUnlimited / 2;
+  if (left >= 0) band.low = shift - std::min(left, longest);
+  if (right >= 0) band.high = shift + std::min(right, longest);
   if (causal != kNotCausal) band.high = std::min(band.high, shift);
   return band;
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "checks.h"
 #include "heads.h"
 
 namespace fused_remat {
@@ -12,17 +13,10 @@ using at::Tensor;
 
 namespace {
 
-MhaSizes sizes_of(const MhaOperands& o, const MhaOptions& options) {
+MhaSizes sizes_of(const MhaOperands& o, const MhaOptions& options, const Tensor& seed) {
+  check_mha(o, options, seed);
   const Tensor& key = o.key ? *o.key : o.query;
   MhaSizes sizes{};
-  TORCH_CHECK_VALUE(
-      o.query.dim() == 3 && key.dim() == 3 && key.size(0) == o.query.size(0),
-      "multi_head_attention: query and key must be [B, L, D] of one batch size, got ",
-      o.query.sizes(), " and ", key.sizes());
-  TORCH_CHECK_VALUE(
-      options.num_kv_heads > 0 && options.num_heads % options.num_kv_heads == 0 &&
-          o.w_out.dim() == 2 && o.w_out.size(1) % options.num_heads == 0 && o.w_q.dim() == 2,
-      "multi_head_attention: weights and head counts do not fit together");
   sizes.batch = o.query.size(0);
   sizes.length_q = o.query.size(1);
   sizes.length_k = key.size(1);
@@ -55,7 +49,7 @@ bool lies_ready(const Tensor& rows, at::ScalarType gemm) {
 MhaProblem::MhaProblem(const MhaOperands& o, const MhaOptions& opt, const Tensor& seed)
     : operands(o),
       options(opt),
-      sizes(sizes_of(o, opt)),
+      sizes(sizes_of(o, opt, seed)),
       precision(mlp_precision(opt.compute_dtype, opt.backend, o.query.is_cpu())),
       norm{opt.norm, o.norm_weight, o.norm_bias, opt.norm_eps} {
   read_projections();
@@ -93,10 +87,6 @@ void MhaProblem::read_projections() {
     Projection& p = projections[part];
     p.weight = o.w_k ? *weights[part] : o.w_q.narrow(0, first, rows);
     p.bias = packed_bias ? OptionalTensor(o.b_q->narrow(0, first, rows)) : biases[part];
-    TORCH_CHECK_VALUE(
-        p.weight.size(0) == rows && (!p.bias || p.bias->size(0) == rows),
-        "multi_head_attention: projection ", part, " must have ", rows, " rows, got ",
-        p.weight.sizes());
     first += rows;
   }
   projections[kK].input = o.key ? kK : kQ;
@@ -198,7 +188,7 @@ MhaPlan MhaProblem::make_plan() const {
 }
 
 std::vector<int64_t> mha_plan(const MhaOperands& operands, const MhaOptions& options) {
-  const MhaProblem problem(operands, options, at::empty({0}, at::kLong));
+  const MhaProblem problem(operands, options, at::empty({1}, at::kLong));
   return {problem.plan.kv_heads, problem.plan.rows, problem.bytes(problem.plan)};
 }
 

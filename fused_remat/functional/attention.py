@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from fused_remat import budget, dispatch, reference
 from fused_remat.functional.masks import Corner, Window, broadcast_mask, check_band, check_key_padding_mask
-from fused_remat.functional.operands import Prepared, check_dtypes, check_tensors, why_reference_only
-from fused_remat.settings import check_dropout, check_size
+from fused_remat.functional.operands import Prepared, check_dtypes, check_strided, check_tensors, why_reference_only
+from fused_remat.settings import check_dropout, check_size, is_finite
 
 MASKS = ("attn_mask", "key_padding_mask")
 
@@ -86,6 +84,7 @@ def prepare_attention(
     """Refuse what cannot be meant, before anything is computed; arguments as `attention`."""
     operands = {"q": q, "k": k, "v": v, "attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
     check_tensors(operands, required=("q", "k", "v"))
+    check_strided(operands)
     _check_shapes(q, k, v)
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     mask = broadcast_mask("attn_mask", attn_mask, shape)
@@ -115,7 +114,7 @@ def check_scale(scale: float | None, width: int) -> float:
     """`scale`, or width ** -0.5 where it is None. Raises ValueError unless it is a finite number."""
     if scale is None:
         return max(width, 1) ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if not is_finite(scale):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     return float(scale)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 Corner = Literal["top_left", "bottom_right"]
 Window = tuple[int | None, int | None]
 
+_LONGEST = 2**62  # of a window's sides, as the ops take integers of 64 bits
 CAUSAL_CODES = {None: 0, "top_left": 1, "bottom_right": 2}  # as csrc/attention.h numbers them
 
 
@@ -22,7 +23,7 @@ class Band:
 
     def codes(self) -> tuple[int, int, int]:
         """(causal, window_left, window_right) as the ops take them; -1 is a side without limit."""
-        left, right = (-1 if side is None else side for side in self.window)
+        left, right = (-1 if side is None else min(side, _LONGEST) for side in self.window)
         return CAUSAL_CODES[self.causal], left, right
 
 
@@ -30,7 +31,7 @@ def check_band(is_causal: bool, causal: Corner | None, window: Window | None) ->
     """The band that these arguments ask for. Raises TypeError or ValueError naming the one that is wrong."""
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be a bool, got {is_causal!r}; name a corner with causal=")
-    if causal not in CAUSAL_CODES:
+    if not isinstance(causal, (str, type(None))) or causal not in CAUSAL_CODES:
         raise ValueError(f"causal must be 'top_left', 'bottom_right' or None, got {causal!r}")
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:

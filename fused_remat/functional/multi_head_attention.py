@@ -10,8 +10,15 @@ from torch import Tensor
 from fused_remat import budget, dispatch, reference
 from fused_remat.functional.attention import MASKS, check_head_counts, check_real, check_scale
 from fused_remat.functional.masks import Corner, Window, broadcast_mask, check_band, check_key_padding_mask
-from fused_remat.functional.operands import Operands, Prepared, check_dtypes, check_tensors, why_reference_only
-from fused_remat.settings import Norm, check_dropout, check_norm, check_residuals
+from fused_remat.functional.operands import (
+    Operands,
+    Prepared,
+    check_dtypes,
+    check_strided,
+    check_tensors,
+    why_reference_only,
+)
+from fused_remat.settings import Norm, check_dropout, check_eps, check_flag, check_norm, check_residuals
 
 RESIDUALS = ("q", "k", "v", "out")
 
@@ -122,6 +129,13 @@ def prepare_multi_head_attention(
     }  # fmt: skip
     required = [f"in_proj_weight{part}" for part in weights]
     check_tensors(operands, required=("query", "out_proj_weight", *required))
+    check_strided(operands)
+    for name, flag in (
+        ("add_zero_attn", add_zero_attn), ("rotary_interleaved", rotary_interleaved), ("need_weights", need_weights),
+        ("average_attn_weights", average_attn_weights),
+    ):  # fmt: skip
+        check_flag(name, flag)
+    qk_norm_eps = check_eps("qk_norm_eps", qk_norm_eps)
     sizes = _check_shapes(operands, weights, biases, num_heads, num_kv_heads)
     mask = broadcast_mask("attn_mask", attn_mask, (sizes.batch, num_heads, sizes.length_q, sizes.length_k))
     check_key_padding_mask(key_padding_mask, sizes.batch, sizes.length_k)
@@ -248,8 +262,10 @@ def _rows(part: str, part_rows: tuple[int, int, int]) -> int:
 def _check_rotary(rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
     if rotary is None:
         return None, None
-    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
-        raise TypeError(f"rotary must be a pair (cos, sin) of tensors, got {type(rotary).__name__}")
+    is_pair = isinstance(rotary, (tuple, list)) and len(rotary) == 2
+    if not is_pair or not all(isinstance(t, Tensor) for t in rotary):
+        got = [type(t).__name__ for t in rotary] if is_pair else type(rotary).__name__
+        raise TypeError(f"rotary must be a pair (cos, sin) of tensors, got {got}")
     return tuple(rotary)
 
 

@@ -39,6 +39,14 @@ def check_tensors(operands: Operands, *, required: Iterable[str]) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(operand).__name__}")
 
 
+def check_strided(operands: Operands) -> None:
+    """Raises TypeError for sparse, nested and other tensors that are not laid out by strides."""
+    for name, operand in operands.items():
+        if operand is not None and (operand.layout != torch.strided or operand.is_nested):
+            layout = "nested" if operand.is_nested else operand.layout
+            raise TypeError(f"{name} must be a dense, strided tensor, got a {layout} one; convert it first")
+
+
 def check_dtypes(operands: Operands, *, masks: Iterable[str] = ()) -> torch.dtype:
     """The compute dtype, once devices and dtypes fit together.
 
@@ -59,11 +67,11 @@ def check_dtypes(operands: Operands, *, masks: Iterable[str] = ()) -> torch.dtyp
         if operand.device != x.device:
             raise ValueError(f"{name} is on {operand.device}, {input_name} on {x.device}; move them to one device")
         if name in masks:
-            if operand.dtype != torch.bool and not operand.is_floating_point():
+            if operand.dtype != torch.bool and (not operand.is_floating_point() or operand.element_size() < 2):
                 raise TypeError(f"{name} must be bool or floating point, got {operand.dtype}; convert it, e.g. .bool()")
             continue
-        if not (operand.is_floating_point() or operand.is_complex()):
-            raise TypeError(f"{name} must be floating point, got {operand.dtype}; convert it first")
+        if not (operand.is_floating_point() or operand.is_complex()) or operand.element_size() < 2:
+            raise TypeError(f"{name} must be floating point of at least 16 bits, got {operand.dtype}; convert it first")
         if operand.dtype != x.dtype and not autocast:
             raise TypeError(f"{name} is {operand.dtype}, {input_name} is {x.dtype}; convert one, or use torch.autocast")
     return torch.get_autocast_dtype(device) if autocast else x.dtype

@@ -97,7 +97,7 @@ def attend(
         training=module.training,
         bias_k=None if module.bias_k is None else module.bias_k.flatten(),
         bias_v=None if module.bias_v is None else module.bias_v.flatten(),
-        add_zero_attn=module.add_zero_attn,
+        add_zero_attn=bool(module.add_zero_attn),
         norm=norm,
         need_weights=bool(need_weights),
         average_attn_weights=bool(average_attn_weights),
