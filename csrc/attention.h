@@ -59,6 +59,11 @@ struct AttentionGradients {
   at::Tensor dattn_mask, dkey_mask;  // shapes of the masks
 };
 
+// The log of a sum keeps too few digits beside scores of this size: log(4) vanishes beside a mask
+// of -3.4e38. Rows whose lse is beyond it get a `correction`, so that probabilities = exp(scores -
+// lse - correction).
+constexpr double kLargeLse = 64.0;
+
 // Level 3: implementers. Tensors of a head group; q, k, v, out and dout share a dtype, and their
 // last dim is dense. lse and delta are in the accumulation dtype.
 #define FUSED_REMAT_ATTENTION_IMPLEMENTER                                                          \
@@ -66,15 +71,15 @@ struct AttentionGradients {
       const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attending&,             \
       const at::Tensor& out, const at::Tensor& lse);                                               \
   /* delta <- the row sums of dout * out, and of factor * weights * dweights. `out` is read, or */ \
-  /* made from the known lse where `rebuild`. */                                                   \
+  /* made from the known lse where `rebuild`. correction <- that of lse, for attention_bwd. */     \
   void attention_delta(                                                                            \
       const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attending&,             \
       const at::Tensor& lse, const at::Tensor& dout, const WeightsGradient&, bool rebuild,         \
-      const at::Tensor& out, const at::Tensor& delta);                                             \
+      const at::Tensor& out, const at::Tensor& delta, const at::Tensor& correction);               \
   void attention_bwd(                                                                              \
       const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attending&,             \
-      const at::Tensor& lse, const at::Tensor& delta, const at::Tensor& dout,                      \
-      const WeightsGradient&, const AttentionGradients&);                                          \
+      const at::Tensor& lse, const at::Tensor& correction, const at::Tensor& delta,                \
+      const at::Tensor& dout, const WeightsGradient&, const AttentionGradients&);                  \
   /* weights [B, 1 or H, Lq, Lk] += factor * probabilities after dropout. */                       \
   void attention_weights(                                                                          \
       const at::Tensor& q, const at::Tensor& k, const Attending&, const at::Tensor& lse,           \
@@ -94,11 +99,11 @@ void attention_fwd(
 void attention_delta(
     const std::string& backend, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const Attending&, const at::Tensor& lse, const at::Tensor& dout, const WeightsGradient&,
-    bool rebuild, const at::Tensor& out, const at::Tensor& delta);
+    bool rebuild, const at::Tensor& out, const at::Tensor& delta, const at::Tensor& correction);
 void attention_bwd(
     const std::string& backend, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const Attending&, const at::Tensor& lse, const at::Tensor& delta, const at::Tensor& dout,
-    const WeightsGradient&, const AttentionGradients&);
+    const Attending&, const at::Tensor& lse, const at::Tensor& correction, const at::Tensor& delta,
+    const at::Tensor& dout, const WeightsGradient&, const AttentionGradients&);
 void attention_weights(
     const std::string& backend, const at::Tensor& q, const at::Tensor& k, const Attending&,
     const at::Tensor& lse, double factor, const at::Tensor& weights);

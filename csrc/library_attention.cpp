@@ -69,20 +69,22 @@ template <auto kImplementation>
 void attention_delta_tile(
     const Tensor& q, const Tensor& k, const Tensor& v, FUSED_REMAT_ATTENDING_PARAMETERS,
     const Tensor& lse, const Tensor& dout, const OptionalTensor& dweights, double factor,
-    bool rebuild, const Tensor& out, const Tensor& delta) {
+    bool rebuild, const Tensor& out, const Tensor& delta, const Tensor& correction) {
   kImplementation(
-      q, k, v, FUSED_REMAT_ATTENDING_GROUPED, lse, dout, {dweights, factor}, rebuild, out, delta);
+      q, k, v, FUSED_REMAT_ATTENDING_GROUPED, lse, dout, {dweights, factor}, rebuild, out, delta,
+      correction);
 }
 
 template <auto kImplementation>
 void attention_bwd_tile(
     const Tensor& q, const Tensor& k, const Tensor& v, FUSED_REMAT_ATTENDING_PARAMETERS,
-    const Tensor& lse, const Tensor& delta, const Tensor& dout, const OptionalTensor& dweights,
-    double factor, const OptionalTensor& dq, const OptionalTensor& dk, const OptionalTensor& dv,
-    const OptionalTensor& dattn_mask, const OptionalTensor& dkey_mask) {
+    const Tensor& lse, const Tensor& correction, const Tensor& delta, const Tensor& dout,
+    const OptionalTensor& dweights, double factor, const OptionalTensor& dq,
+    const OptionalTensor& dk, const OptionalTensor& dv, const OptionalTensor& dattn_mask,
+    const OptionalTensor& dkey_mask) {
   const auto defined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
   kImplementation(
-      q, k, v, FUSED_REMAT_ATTENDING_GROUPED, lse, delta, dout, {dweights, factor},
+      q, k, v, FUSED_REMAT_ATTENDING_GROUPED, lse, correction, delta, dout, {dweights, factor},
       {defined(dq), defined(dk), defined(dv), defined(dattn_mask), defined(dkey_mask)});
 }
 
@@ -115,20 +117,20 @@ void attention_fwd(
 void attention_delta(
     const string& backend, const Tensor& q, const Tensor& k, const Tensor& v, const Attending& a,
     const Tensor& lse, const Tensor& dout, const WeightsGradient& weights, bool rebuild,
-    const Tensor& out, const Tensor& delta) {
+    const Tensor& out, const Tensor& delta, const Tensor& correction) {
   implementer<decltype(attention_delta_tile<cpu::attention_delta>)>("attention_delta", backend)
       .call(
           q, k, v, FUSED_REMAT_ATTENDING_FLAT(a), lse, dout, weights.dweights, weights.factor,
-          rebuild, out, delta);
+          rebuild, out, delta, correction);
 }
 
 void attention_bwd(
     const string& backend, const Tensor& q, const Tensor& k, const Tensor& v, const Attending& a,
-    const Tensor& lse, const Tensor& delta, const Tensor& dout, const WeightsGradient& weights,
-    const AttentionGradients& to) {
+    const Tensor& lse, const Tensor& correction, const Tensor& delta, const Tensor& dout,
+    const WeightsGradient& weights, const AttentionGradients& to) {
   implementer<decltype(attention_bwd_tile<cpu::attention_bwd>)>("attention_bwd", backend)
       .call(
-          q, k, v, FUSED_REMAT_ATTENDING_FLAT(a), lse, delta, dout, weights.dweights,
+          q, k, v, FUSED_REMAT_ATTENDING_FLAT(a), lse, correction, delta, dout, weights.dweights,
           weights.factor, or_none(to.dq), or_none(to.dk), or_none(to.dv), or_none(to.dattn_mask),
           or_none(to.dkey_mask));
 }
@@ -170,10 +172,11 @@ void define_implementer(torch::Library& m, const string& suffix) {
   m.def(("attention_fwd_" + qkv + "Tensor(a!) out, Tensor(b!) lse) -> ()").c_str());
   m.def(("attention_delta_" + qkv +
          "Tensor lse, Tensor dout, Tensor? dweights, float factor, bool rebuild, Tensor(a!) out, "
-         "Tensor(b!) delta) -> ()")
+         "Tensor(b!) delta, Tensor(c!) correction) -> ()")
             .c_str());
   m.def(("attention_bwd_" + qkv +
-         "Tensor lse, Tensor delta, Tensor dout, Tensor? dweights, float factor, Tensor(a!)? dq, "
+         "Tensor lse, Tensor correction, Tensor delta, Tensor dout, Tensor? dweights, float "
+         "factor, Tensor(a!)? dq, "
          "Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dattn_mask, Tensor(e!)? dkey_mask) -> ()")
             .c_str());
   m.def(("attention_weights_" + qk +

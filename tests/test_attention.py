@@ -280,3 +280,40 @@ def test_forward_and_backward_on_different_backends_agree():
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# Extremes that a log-sum-exp cannot carry --------------------------------------------------------------------------
+
+
+@BACKEND
+@pytest.mark.parametrize("value", (torch.finfo(torch.float32).min, -1e9, -1e6, -1e4, 1e4))
+def test_a_row_masked_by_one_large_number_keeps_its_probabilities(value, backend):
+    """log(4) has no digits left beside -3e38: backward and weights must not live by the log-sum-exp alone."""
+    mask = torch.zeros(4, 4)
+    mask[2] = value
+    given = cases.operands(1, 1, 4, width=8, dtype=torch.float32)
+    dout = torch.randn(1, 1, 4, 8)
+    out, truth = cases.run(given, backend=backend, attn_mask=mask), cases.run_reference(given, attn_mask=mask)
+    cases.assert_same({"out": out}, {"out": truth}, 2e-6)
+    cases.assert_same(cases.gradients(out, given, dout), cases.gradients(truth, given, dout), 2e-6)
+    eye = torch.eye(8)
+    x = torch.randn(1, 4, 8)
+    with fused_remat.backend(backend):
+        _, weights = fused_remat.multi_head_attention(
+            x, None, None, torch.cat([eye] * 3), None, eye, None, 2, attn_mask=mask, need_weights=True
+        )
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4), rtol=1e-6, atol=1e-6)
+
+
+@BACKEND
+@pytest.mark.parametrize("name", ("q", "k", "v"))
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+def test_what_is_not_finite_shows_wherever_it_should(value, name, backend):
+    given = cases.operands(1, 1, 4, 5, dtype=torch.float32)
+    with torch.no_grad():
+        given[name][0, 0, 1, 2] = value
+    dout = torch.randn(1, 1, 4, 3)
+    out, truth = cases.run(given, backend=backend), cases.run_reference(given)
+    ours = {"out": out} | cases.gradients(out, given, dout)
+    for key, expected in ({"out": truth} | cases.gradients(truth, given, dout)).items():
+        assert torch.equal(ours[key].isfinite(), expected.isfinite()), key

@@ -7,6 +7,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/softmax.h>
 #include <ATen/ops/sum.h>
 
 #include <algorithm>
@@ -63,10 +64,12 @@ class Rows {
     return s;
   }
 
-  // Before dropout, from the known lse; 0 in rows with nothing to attend to.
-  Tensor probabilities(int64_t i0, int64_t rows, const Tensor& lse) const {
-    const Tensor row_lse = lse.narrow(2, i0, rows).unsqueeze(3);
-    return scores(i0, rows).sub_(row_lse).exp_().masked_fill_(row_lse.eq(kNothing), 0.0);
+  // Before dropout; 0 in rows with nothing to attend to. Whole rows are at hand, so that they are
+  // normalised again rather than by the known lse, which has too few digits where scores are large.
+  Tensor probabilities(int64_t i0, int64_t rows) const {
+    const Tensor s = scores(i0, rows);
+    const Tensor nothing = s.eq(kNothing).all(3, /*keepdim=*/true);
+    return at::softmax(s.masked_fill(nothing, 0.0), 3).masked_fill_(nothing, 0.0);
   }
 
   // What dropout multiplies the probabilities with; undefined without dropout.
@@ -147,25 +150,26 @@ void attention_fwd(
     // Rows with nothing to attend to would be NaN: their scores count as zeros, their results as
     // zeros.
     const Tensor nothing = scores.eq(kNothing).all(3, /*keepdim=*/true);
-    Tensor log_sum = at::logsumexp(scores.masked_fill(nothing, 0.0), {3}, /*keepdim=*/true);
-    // A score of +inf makes the whole row NaN, as a softmax does: its lse must carry that on.
-    log_sum.masked_fill_(log_sum.eq(-kNothing), std::numeric_limits<double>::quiet_NaN());
-    const Tensor p = (scores - log_sum).exp_().masked_fill_(nothing, 0.0);
+    const Tensor some = scores.masked_fill(nothing, 0.0);
+    const Tensor p = at::softmax(some, 3).masked_fill_(nothing, 0.0);
     out.narrow(2, i0, rows).copy_(tiles.times(dropped(p, tiles.dropout(i0, rows)), values));
-    lse.narrow(2, i0, rows).copy_(log_sum.masked_fill(nothing, kNothing).squeeze(3));
+    lse.narrow(2, i0, rows)
+        .copy_(
+            at::logsumexp(some, {3}, /*keepdim=*/true).masked_fill_(nothing, kNothing).squeeze(3));
   });
 }
 
 void attention_delta(
     const Tensor& q, const Tensor& k, const Tensor& v, const Attending& attending,
     const Tensor& lse, const Tensor& dout, const WeightsGradient& weights, bool rebuild,
-    const Tensor& out, const Tensor& delta) {
+    const Tensor& out, const Tensor& delta, const Tensor& correction) {
+  correction.zero_();
   const Rows tiles(q, k, attending, lse.scalar_type());
   const Tensor values = rebuild ? v.to(lse.scalar_type()) : v;
   tiles.for_each_block([&](int64_t i0, int64_t rows) {
     Tensor p;
     if (rebuild || weights.dweights)
-      p = dropped(tiles.probabilities(i0, rows, lse), tiles.dropout(i0, rows));
+      p = dropped(tiles.probabilities(i0, rows), tiles.dropout(i0, rows));
     if (rebuild) out.narrow(2, i0, rows).copy_(tiles.times(p, values));
     Tensor row_delta = (tiles.wide(out, i0, rows) * tiles.wide(dout, i0, rows)).sum(3);
     if (weights.dweights) row_delta = row_delta + (p * weights_part(weights, i0, rows)).sum(3);
@@ -175,13 +179,13 @@ void attention_delta(
 
 void attention_bwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const Attending& attending,
-    const Tensor& lse, const Tensor& delta, const Tensor& dout, const WeightsGradient& weights,
-    const AttentionGradients& gradients) {
+    const Tensor& lse, const Tensor&, const Tensor& delta, const Tensor& dout,
+    const WeightsGradient& weights, const AttentionGradients& gradients) {
   const Rows tiles(q, k, attending, lse.scalar_type());
   const Tensor values = v.to(lse.scalar_type());
   const int64_t masked = k.size(2) - attending.extra_keys;
   tiles.for_each_block([&](int64_t i0, int64_t rows) {
-    const Tensor p = tiles.probabilities(i0, rows, lse), scales = tiles.dropout(i0, rows);
+    const Tensor p = tiles.probabilities(i0, rows), scales = tiles.dropout(i0, rows);
     const Tensor dout_rows = tiles.wide(dout, i0, rows);
     Tensor dv = gradients.dv, dk = gradients.dk, dq = gradients.dq;
     if (dv.defined()) dv.add_(tiles.transposed_times(dropped(p, scales), dout_rows));
@@ -203,7 +207,7 @@ void attention_weights(
     const Tensor& weights) {
   const Rows tiles(q, k, attending, lse.scalar_type());
   tiles.for_each_block([&](int64_t i0, int64_t rows) {
-    Tensor p = dropped(tiles.probabilities(i0, rows, lse), tiles.dropout(i0, rows));
+    Tensor p = dropped(tiles.probabilities(i0, rows), tiles.dropout(i0, rows));
     if (weights.size(1) == 1) p = p.sum(1, /*keepdim=*/true);
     weights.narrow(2, i0, rows).add_(p, factor);
   });

@@ -3,6 +3,9 @@
 // not depend on the number of threads.
 #include "../attention.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "attention_problem.h"
 
 namespace fused_remat::cpu {
@@ -67,22 +70,49 @@ void forward(const Problem& p, const HeadsView& v, const HeadsView& out, const T
       });
 }
 
+template <class T>
+Rows<T> product_with_keys(
+    const Problem& p, const Scratch<T>& scratch, const Rows<T>& q, int64_t b, int64_t h, int64_t j0,
+    int64_t cols) {
+  const Rows<T> scores = scratch.scores(q.rows, cols);
+  multiply(scores.tensor(), q.tensor(), scratch.k(b, h, j0, cols).transposed());
+  return scores;
+}
+
+// The correction of the rows' lse: 0, or for rows of large lse the log of what their probabilities
+// sum to without it.
+template <class T>
+void correct_rows(
+    const Problem& p, const Scratch<T>& scratch, const Rows<T>& q, int64_t b, int64_t h, int64_t i0,
+    const T* lse, T* correction) {
+  const auto large = [](T value) { return std::abs(value) > T(kLargeLse) && std::isfinite(value); };
+  std::fill_n(correction, q.rows, T(0));
+  if (std::none_of(lse, lse + q.rows, large)) return;
+  p.for_visible_keys(i0, q.rows, 0, p.key_blocks(), [&](int64_t j0, int64_t cols) {
+    const Rows<T> scores = product_with_keys(p, scratch, q, b, h, j0, cols);
+    attention_kernels().add_exponentials[p.wide](
+        p.tile(b, h, i0, q.rows, j0, cols, scores.data), lse, correction);
+  });
+  for (int64_t row = 0; row < q.rows; ++row)
+    correction[row] = large(lse[row]) ? std::log(correction[row]) : T(0);
+}
+
 // scores <- dropped probabilities of the tile, from the known lse.
 template <class T>
 Rows<T> rebuild_probabilities(
     const Problem& p, const Scratch<T>& scratch, const Rows<T>& q, int64_t b, int64_t h, int64_t i0,
-    int64_t j0, int64_t cols, const Tensor& lse) {
-  const Rows<T> scores = scratch.scores(q.rows, cols);
-  multiply(scores.tensor(), q.tensor(), scratch.k(b, h, j0, cols).transposed());
+    int64_t j0, int64_t cols, const T* lse, const T* correction) {
+  const Rows<T> scores = product_with_keys(p, scratch, q, b, h, j0, cols);
   attention_kernels().probabilities[p.wide](
-      p.tile(b, h, i0, q.rows, j0, cols, scores.data), row_numbers<T>(lse, b, h, i0));
+      p.tile(b, h, i0, q.rows, j0, cols, scores.data), lse, correction);
   return scores;
 }
 
 template <class T>
 void delta_and_out(
     const Problem& p, const HeadsView& v, const Tensor& lse, const HeadsView& dout,
-    const WeightsGradient& weights, bool rebuild, const HeadsView& out, const Tensor& delta) {
+    const WeightsGradient& weights, bool rebuild, const HeadsView& out, const Tensor& delta,
+    const Tensor& correction) {
   const AttentionKernels& kernels = attention_kernels();
   p.for_each_task<T>(
       p.batch * p.heads * p.query_blocks(), [&](int64_t task, const Scratch<T>& scratch) {
@@ -90,15 +120,19 @@ void delta_and_out(
         const int64_t rows = rows_from(p, i0);
         const Matrix target = out.rows(b, h, i0);
         T* const deltas = row_numbers<T>(delta, b, h, i0);
+        T* const corrections = row_numbers<T>(correction, b, h, i0);
+        const T* const row_lse = row_numbers<T>(lse, b, h, i0);
         const Rows<T> q = scratch.q(b, h, i0, rows);
         const WeightsGradientView dweights = weights_view(weights, b, h);
+        correct_rows(p, scratch, q, b, h, i0, row_lse, corrections);
         Rows<T> sums{};
         if (rebuild) sums = scratch.out(target, rows);
         T* const weights_delta = scratch.sum();
         std::fill_n(weights_delta, rows, T(0));
         if (rebuild || dweights.data != nullptr)
           p.for_visible_keys(i0, rows, 0, p.key_blocks(), [&](int64_t j0, int64_t cols) {
-            const Rows<T> scores = rebuild_probabilities(p, scratch, q, b, h, i0, j0, cols, lse);
+            const Rows<T> scores =
+                rebuild_probabilities(p, scratch, q, b, h, i0, j0, cols, row_lse, corrections);
             if (rebuild)
               multiply_add(sums.tensor(), scores.tensor(), scratch.v(v, b, h, j0, cols).tensor());
             if (dweights.data != nullptr)
@@ -115,7 +149,7 @@ void delta_and_out(
 struct Backward {
   const Problem& p;
   HeadsView v, dout;
-  const Tensor &lse, &delta;
+  const Tensor &lse, &correction, &delta;
   const WeightsGradient& weights;
   const AttentionGradients& gradients;
 };
@@ -137,7 +171,8 @@ void differentiate_tile(
   multiply(dscores.tensor(), dout.tensor(), scratch.v(call.v, b, h, j0, cols).transposed());
   attention_kernels().gradient[p.wide](
       p.tile(b, h, i0, q.rows, j0, cols, scores.data), row_numbers<T>(call.lse, b, h, i0),
-      row_numbers<T>(call.delta, b, h, i0), weights_view(call.weights, b, h), factor, dscores.data);
+      row_numbers<T>(call.correction, b, h, i0), row_numbers<T>(call.delta, b, h, i0),
+      weights_view(call.weights, b, h), factor, dscores.data);
 }
 
 // One query block against a range of key blocks: its part of dq, and of dk and dv.
@@ -240,8 +275,12 @@ void add_weights(const Problem& p, const Tensor& lse, double factor, const Tenso
     const int64_t i0 = task % blocks * p.tile_queries, rows = rows_from(p, i0);
     for (int64_t h = owner; h < p.heads; h += owners) {
       const Rows<T> q = scratch.q(b, h, i0, rows);
+      const T* const row_lse = row_numbers<T>(lse, b, h, i0);
+      T* const correction = scratch.sum();
+      correct_rows(p, scratch, q, b, h, i0, row_lse, correction);
       p.for_visible_keys(i0, rows, 0, p.key_blocks(), [&](int64_t j0, int64_t cols) {
-        const Rows<T> scores = rebuild_probabilities(p, scratch, q, b, h, i0, j0, cols, lse);
+        const Rows<T> scores =
+            rebuild_probabilities(p, scratch, q, b, h, i0, j0, cols, row_lse, correction);
         const Rows<T> sums = rows_of<T>(weights, b, owner, i0, rows);
         for (int64_t row = 0; row < rows; ++row)
           for (int64_t col = 0; col < cols; ++col)
@@ -287,24 +326,26 @@ void attention_fwd(
 void attention_delta(
     const Tensor& q, const Tensor& k, const Tensor& v, const Attending& attending,
     const Tensor& lse, const Tensor& dout, const WeightsGradient& weights, bool rebuild,
-    const Tensor& out, const Tensor& delta) {
+    const Tensor& out, const Tensor& delta, const Tensor& correction) {
   const Problem p = checked(q, k, v, attending, out, lse);
   p.check(dout, /*of_keys=*/false, p.value_width);
   p.check_rows(delta);
+  p.check_rows(correction);
   const auto run = p.wide ? delta_and_out<double> : delta_and_out<float>;
-  run(p, HeadsView(v), lse, HeadsView(dout), weights, rebuild, HeadsView(out), delta);
+  run(p, HeadsView(v), lse, HeadsView(dout), weights, rebuild, HeadsView(out), delta, correction);
 }
 
 void attention_bwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const Attending& attending,
-    const Tensor& lse, const Tensor& delta, const Tensor& dout, const WeightsGradient& weights,
-    const AttentionGradients& gradients) {
+    const Tensor& lse, const Tensor& correction, const Tensor& delta, const Tensor& dout,
+    const WeightsGradient& weights, const AttentionGradients& gradients) {
   const Problem p = checked(q, k, v, attending, dout, lse);
   p.check_rows(delta);
+  p.check_rows(correction);
   check_gradient(p, gradients.dq, /*of_keys=*/false, p.width);
   check_gradient(p, gradients.dk, /*of_keys=*/true, p.width);
   check_gradient(p, gradients.dv, /*of_keys=*/true, p.value_width);
-  const Backward call{p, HeadsView(v), HeadsView(dout), lse, delta, weights, gradients};
+  const Backward call{p, HeadsView(v), HeadsView(dout), lse, correction, delta, weights, gradients};
   if (gradients.dq.defined() || gradients.dk.defined() || gradients.dv.defined())
     (p.wide ? backward<double> : backward<float>)(call, attending.scale);
   for (const Tensor& dmask : {gradients.dattn_mask, gradients.dkey_mask})

@@ -61,13 +61,13 @@ inline T reduce_max(const T* a, int64_t n) {
       [](const Vec<T>& x, const Vec<T>& y) { return at::vec::maximum(x, y); }, top);
 }
 
-// a <- exp(a - shift); returns the sum.
+// a <- exp(a - shift - correction); returns the sum.
 template <class T>
-inline T exponentiate(T* a, T shift, int64_t n) {
-  const Vec<T> minus(shift);
+inline T exponentiate(T* a, T shift, T correction, int64_t n) {
+  const Vec<T> minus(shift), and_minus(correction);
   Vec<T> sum(T(0));
   for_each_vector<T>(n, [&](int64_t j) {
-    const Vec<T> e = (Vec<T>::loadu(a + j) - minus).exp();
+    const Vec<T> e = (Vec<T>::loadu(a + j) - minus - and_minus).exp();
     e.store(a + j);
     sum = sum + e;
   });
@@ -115,7 +115,7 @@ void online_softmax(
       continue;
     }
     const T shrink = std::exp(running_max - top);
-    running_sum = running_sum * shrink + exponentiate(s, top, t.cols);
+    running_sum = running_sum * shrink + exponentiate(s, top, T(0), t.cols);
     if (shrink != T(1)) scale_row(static_cast<T*>(out) + row * out_stride, shrink, width);
     running_max = top;
     drop_row(t, row, s);
@@ -138,31 +138,43 @@ void finish_softmax(
   }
 }
 
-// Probabilities of one row before dropout, from its known lse.
+// Probabilities of one row before dropout, from its known lse. Returns their sum, too.
 template <class T>
-inline T* probability_row(const ScoreTile& t, int64_t row, T lse) {
-  T* s = masked_row<T>(t, row);
-  if (lse == kNothing<T>)
-    std::fill(s, s + t.cols, T(0));
-  else
-    exponentiate(s, lse, t.cols);
-  return s;
+inline T probability_row(const ScoreTile& t, int64_t row, T lse, T correction, T** to) {
+  *to = masked_row<T>(t, row);
+  if (lse != kNothing<T>) return exponentiate(*to, lse, correction, t.cols);
+  std::fill(*to, *to + t.cols, T(0));
+  return T(0);
 }
 
 template <class T>
-void probabilities(const ScoreTile& t, const void* lse) {
+void add_exponentials(const ScoreTile& t, const void* lse, void* sums) {
+  T* s;
   for (int64_t row = 0; row < t.rows; ++row)
-    drop_row(t, row, probability_row<T>(t, row, static_cast<const T*>(lse)[row]));
+    static_cast<T*>(sums)[row] +=
+        probability_row<T>(t, row, static_cast<const T*>(lse)[row], T(0), &s);
+}
+
+template <class T>
+void probabilities(const ScoreTile& t, const void* lse, const void* correction) {
+  T* s;
+  for (int64_t row = 0; row < t.rows; ++row) {
+    probability_row<T>(
+        t, row, static_cast<const T*>(lse)[row], static_cast<const T*>(correction)[row], &s);
+    drop_row(t, row, s);
+  }
 }
 
 template <class T>
 void gradient(
-    const ScoreTile& t, const void* lse, const void* delta, const WeightsGradientView& dweights,
-    double factor_out, void* dprobabilities) {
+    const ScoreTile& t, const void* lse, const void* correction, const void* delta,
+    const WeightsGradientView& dweights, double factor_out, void* dprobabilities) {
   Buffer<T> scales{};
   const Vec<T> out_scale(static_cast<T>(factor_out));
   for (int64_t row = 0; row < t.rows; ++row) {
-    T* p = probability_row<T>(t, row, static_cast<const T*>(lse)[row]);
+    T* p;
+    probability_row<T>(
+        t, row, static_cast<const T*>(lse)[row], static_cast<const T*>(correction)[row], &p);
     T* dp = static_cast<T*>(dprobabilities) + row * t.stride;
     const T* dw = dweights.data == nullptr ? nullptr
                                            : static_cast<const T*>(dweights.data) +
@@ -248,6 +260,7 @@ inline AttentionKernels make_attention_kernels() {
   return AttentionKernels{
       {online_softmax<float>, online_softmax<double>},
       {finish_softmax<float>, finish_softmax<double>},
+      {add_exponentials<float>, add_exponentials<double>},
       {probabilities<float>, probabilities<double>},
       {gradient<float>, gradient<double>},
       {add_weights_delta<float>, add_weights_delta<double>},

@@ -50,13 +50,15 @@ struct AttentionKernels {
   void (*finish_softmax[2])(
       const void* max, const void* sum, int64_t rows, void* out, int64_t out_stride, int64_t width,
       void* lse);
-  // scores <- probabilities after dropout, from the known lse.
-  void (*probabilities[2])(const ScoreTile&, const void* lse);
+  // sums[i] += the sum over j of exp(scores - lse), before dropout; 0 where lse is -inf.
+  void (*add_exponentials[2])(const ScoreTile&, const void* lse, void* sums);
+  // scores <- probabilities after dropout, from the known lse and its correction.
+  void (*probabilities[2])(const ScoreTile&, const void* lse, const void* correction);
   // scores <- probabilities after dropout; dprobabilities [rows, stride] <- `factor` times the
   // gradient of the masked scores.
   void (*gradient[2])(
-      const ScoreTile&, const void* lse, const void* delta, const WeightsGradientView&,
-      double factor, void* dprobabilities);
+      const ScoreTile&, const void* lse, const void* correction, const void* delta,
+      const WeightsGradientView&, double factor, void* dprobabilities);
   // delta[i] += factor * sum over j of scores (dropped probabilities) * dweights.
   void (*add_weights_delta[2])(const ScoreTile&, const WeightsGradientView&, void* delta);
   // out[i] = row sums of a * b, rows of `width` in `storage`.

@@ -60,11 +60,13 @@ class BackwardPass {
 
   void run(const Tensor& out, const Tensor& dlse, std::array<Tensor, 5>& gradients) {
     const Tensor delta = at::empty(lse_.sizes(), lse_.options());
+    const Tensor correction = at::empty(lse_.sizes(), lse_.options());
     AttentionGradients masks;
     masks.dattn_mask = mask_gradient_sum(attending_.attn_mask, wanted_[3], accumulate_);
     masks.dkey_mask = mask_gradient_sum(attending_.key_mask, wanted_[4], accumulate_);
     for (int64_t kv0 = 0; kv0 < k_.size(1); kv0 += group_)
-      run_group(kv0, std::min(group_, k_.size(1) - kv0), out, dlse, delta, masks, gradients);
+      run_group(
+          kv0, std::min(group_, k_.size(1) - kv0), out, dlse, delta, correction, masks, gradients);
     if (wanted_[3]) gradients[3] = masks.dattn_mask;
     if (wanted_[4]) gradients[4] = masks.dkey_mask.view({q_.size(0), k_.size(2)});
   }
@@ -113,7 +115,8 @@ class BackwardPass {
 
   void run_group(
       int64_t kv0, int64_t kv_heads, const Tensor& out, const Tensor& dlse, const Tensor& delta,
-      const AttentionGradients& masks, std::array<Tensor, 5>& gradients) {
+      const Tensor& correction, const AttentionGradients& masks,
+      std::array<Tensor, 5>& gradients) {
     const int64_t head0 = kv0 * repeats(), heads = kv_heads * repeats();
     const Tensor q = q_.narrow(1, head0, heads), k = k_.narrow(1, kv0, kv_heads);
     const Tensor v = v_.narrow(1, kv0, kv_heads), lse = lse_.narrow(1, head0, heads);
@@ -121,9 +124,10 @@ class BackwardPass {
     if (pack_dout_) dout = in_buffer(dout_buffer_, dout).copy_(dout);
     const Attending group = group_of(attending_, head0, heads);
     Tensor group_delta = delta.narrow(1, head0, heads);
+    const Tensor group_correction = correction.narrow(1, head0, heads);
     calls::attention_delta(
         backend_, q, k, v, group, lse, dout, WeightsGradient{}, /*rebuild=*/false,
-        out.narrow(1, head0, heads), group_delta);
+        out.narrow(1, head0, heads), group_delta, group_correction);
     if (dlse.defined()) group_delta.sub_(dlse.narrow(1, head0, heads));
 
     AttentionGradients sums = masks;
@@ -136,7 +140,9 @@ class BackwardPass {
     sums.dq = sum(0, dq_buffer_, head0, heads);
     sums.dk = sum(1, dk_buffer_, kv0, kv_heads);
     sums.dv = sum(2, dv_buffer_, kv0, kv_heads);
-    calls::attention_bwd(backend_, q, k, v, group, lse, group_delta, dout, WeightsGradient{}, sums);
+    calls::attention_bwd(
+        backend_, q, k, v, group, lse, group_correction, group_delta, dout, WeightsGradient{},
+        sums);
     if (in_place_) return;
     if (wanted_[0]) gradients[0].narrow(1, head0, heads).copy_(sums.dq);
     if (wanted_[1]) gradients[1].narrow(1, kv0, kv_heads).copy_(sums.dk);

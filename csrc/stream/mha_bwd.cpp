@@ -164,8 +164,10 @@ class BackwardPass : MhaPass {
     dout_buffer_ = take(true, rows_q * out_columns, p_.precision.compute);
     out_buffer_ = take(!kept_[kResidualOut], rows_q * out_columns, p_.precision.compute);
     w_out_sum_ = take(sums_weights, sizes_.d_out * out_columns, wide);
-    delta_buffer_ =
-        take(true, sizes_.batch * p_.plan.kv_heads * sizes_.repeats() * sizes_.length_q, wide);
+    const int64_t row_numbers =
+        sizes_.batch * p_.plan.kv_heads * sizes_.repeats() * sizes_.length_q;
+    delta_buffer_ = take(true, row_numbers, wide);
+    correction_buffer_ = take(true, row_numbers, wide);
     // Rows of dy that do not lie ready pass through a buffer of their own, which no product of
     // forward depends on.
     dy_ready_ = dy_.scalar_type() == p_.precision.gemm && has_dense_rows(dy_);
@@ -221,11 +223,14 @@ class BackwardPass : MhaPass {
     const Tensor lse = lse_.narrow(1, g.head0, g.heads);
     const Tensor dout = p_.heads_of(dout_rows, kQ, sizes_.length_q, sizes_.value_width);
     const Tensor out = p_.heads_of(out_rows, kQ, sizes_.length_q, sizes_.value_width);
-    const Tensor delta = delta_buffer_.narrow(0, 0, sizes_.batch * g.heads * sizes_.length_q)
-                             .view({sizes_.batch, g.heads, sizes_.length_q});
+    const auto rows = [&](const Tensor& flat) {
+      return flat.narrow(0, 0, sizes_.batch * g.heads * sizes_.length_q)
+          .view({sizes_.batch, g.heads, sizes_.length_q});
+    };
+    const Tensor delta = rows(delta_buffer_), correction = rows(correction_buffer_);
     calls::attention_delta(
         backend, heads_[kQ], heads_[kK], heads_[kV], attending, lse, dout, weights,
-        /*rebuild=*/!kept_[kResidualOut], out, delta);
+        /*rebuild=*/!kept_[kResidualOut], out, delta, correction);
     AttentionGradients to = masks_;
     if (to.dattn_mask.defined()) to.dattn_mask = head_slice(to.dattn_mask, g.head0, g.heads);
     Tensor* const wide[] = {&to.dq, &to.dk, &to.dv};
@@ -240,7 +245,8 @@ class BackwardPass : MhaPass {
     }
     if (any)
       calls::attention_bwd(
-          backend, heads_[kQ], heads_[kK], heads_[kV], attending, lse, delta, dout, weights, to);
+          backend, heads_[kQ], heads_[kK], heads_[kV], attending, lse, correction, delta, dout,
+          weights, to);
   }
 
   void out_projection(const MhaGroup& g, const Tensor& out_rows) {
@@ -351,7 +357,7 @@ class BackwardPass : MhaPass {
   bool dy_ready_ = true;
   int64_t dy_step_ = 1;
   std::array<Tensor, kParts> gradient_buffers_, weight_sums_;
-  Tensor dout_buffer_, out_buffer_, w_out_sum_, delta_buffer_, dy_buffer_;
+  Tensor dout_buffer_, out_buffer_, w_out_sum_, delta_buffer_, correction_buffer_, dy_buffer_;
 };
 
 void check_results(

@@ -155,7 +155,8 @@ int64_t MhaProblem::bytes(const MhaPlan& p) const {
   if (!options.keep[kResidualOut]) add(rows_q * out_columns * compute);
   if (packs_weights) add(sizes.d_out * out_columns * gemm);
   if (sums_weights) add(sizes.d_out * out_columns * wide);
-  add(sizes.batch * g.heads * sizes.length_q * wide);  // delta
+  for (int i = 0; i < 2; ++i)  // delta and the correction of lse
+    add(sizes.batch * g.heads * sizes.length_q * wide);
   // Chunks of rows: an input or dy, and a product.
   if (packs_rows) add(p.rows * widest_input * gemm);
   if (rounds() || precision.gemm != precision.accumulate) {
