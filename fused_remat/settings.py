@@ -78,11 +78,11 @@ def is_finite(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
-def check_flag(name: str, value: bool) -> bool:
-    """`value` if it is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
-    return value
+def check_flags(**flags: bool) -> None:
+    """Raises TypeError for one that is not a bool."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
 def check_residuals(keep: tuple[str, ...], known: tuple[str, ...], op: str) -> tuple[str, ...]:

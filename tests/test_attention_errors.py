@@ -132,7 +132,7 @@ def test_the_op_checks_its_own_arguments():
         r"attn_mask must be 4-D.*\[1, 1, 5, 6\]": (q, k, v, torch.ones(1, 1, 5, 6), *good[1:]),
         r"attn_mask must be 4-D.*\[5, 7\]": (q, k, v, torch.ones(5, 7), *good[1:]),
         "masks are bool or floating point, got Int": (q, k, v, torch.ones(1, 1, 5, 7).int(), *good[1:]),
-        r"key_mask must be \[B, Lk\], got \[2, 6\]": (q, k, v, None, torch.ones(2, 6), *good[2:]),
+        r"key_mask must be \[2, 7\], got \[2, 6\]": (q, k, v, None, torch.ones(2, 6), *good[2:]),
         r"dropout_p must be in \[0, 1\), got 1": (q, k, v, *good[:5], 1.0, *good[6:]),
         "causal must be 0 .* got 3": (q, k, v, None, None, 3, *good[3:]),
         "attention_fwd_nobody": (q, k, v, *good[:-1], "nobody"),

@@ -115,8 +115,7 @@ class BackwardPass {
 
   void run_group(
       int64_t kv0, int64_t kv_heads, const Tensor& out, const Tensor& dlse, const Tensor& delta,
-      const Tensor& correction, const AttentionGradients& masks,
-      std::array<Tensor, 5>& gradients) {
+      const Tensor& correction, const AttentionGradients& masks, std::array<Tensor, 5>& gradients) {
     const int64_t head0 = kv0 * repeats(), heads = kv_heads * repeats();
     const Tensor q = q_.narrow(1, head0, heads), k = k_.narrow(1, kv0, kv_heads);
     const Tensor v = v_.narrow(1, kv0, kv_heads), lse = lse_.narrow(1, head0, heads);

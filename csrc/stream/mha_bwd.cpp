@@ -360,25 +360,6 @@ class BackwardPass : MhaPass {
   Tensor dout_buffer_, out_buffer_, w_out_sum_, delta_buffer_, correction_buffer_, dy_buffer_;
 };
 
-void check_results(
-    const MhaProblem& problem, const OptionalTensor& dy, const OptionalTensor& dweights,
-    const Residuals& kept, const OptionalTensor& lse) {
-  const MhaSizes& s = problem.sizes;
-  check_shape("dy", dy, {s.batch, s.length_q, s.d_out});
-  if (problem.options.need_weights == kAveragedWeights)
-    check_shape("dweights", dweights, {s.batch, s.length_q, s.keys()});
-  else
-    check_shape("dweights", dweights, {s.batch, s.heads, s.length_q, s.keys()});
-  for (int part = 0; part < kParts; ++part)
-    check_shape(
-        "a kept projection", kept[part],
-        {s.batch, s.part_length(part), s.part_heads(part), s.part_width(part)});
-  check_shape("out", kept[kResidualOut], {s.batch, s.length_q, s.heads, s.value_width});
-  check_shape("lse", lse, {s.batch, s.heads, s.length_q});
-  TORCH_CHECK_VALUE(
-      lse || s.batch * s.length_q == 0, "multi_head_attention_bwd: lse must be given");
-}
-
 }  // namespace
 
 Gradients mha_bwd(
@@ -396,7 +377,7 @@ Gradients mha_bwd(
       wanted);
   TORCH_CHECK_NOT_IMPLEMENTED(
       !wanted[kCos] && !wanted[kSin], "multi_head_attention_bwd: cos and sin have no gradient");
-  check_results(problem, dy, dweights, residuals, lse);
+  problem.check_results(dy, dweights, residuals, lse);
   const auto compute = operands.query.options().dtype(options.compute_dtype);
   const Tensor incoming =
       dy ? *dy : at::zeros({1, 1, 1}, compute).expand({sizes.batch, sizes.length_q, sizes.d_out});

@@ -188,6 +188,25 @@ MhaPlan MhaProblem::make_plan() const {
   return p;
 }
 
+void MhaProblem::check_results(
+    const OptionalTensor& dy, const OptionalTensor& dweights,
+    const std::array<OptionalTensor, kMhaResiduals>& kept, const OptionalTensor& lse) const {
+  const MhaSizes& s = sizes;
+  check_shape("dy", dy, {s.batch, s.length_q, s.d_out});
+  if (options.need_weights == kAveragedWeights)
+    check_shape("dweights", dweights, {s.batch, s.length_q, s.keys()});
+  else
+    check_shape("dweights", dweights, {s.batch, s.heads, s.length_q, s.keys()});
+  for (int part = 0; part < kParts; ++part)
+    check_shape(
+        "a kept projection", kept[part],
+        {s.batch, s.part_length(part), s.part_heads(part), s.part_width(part)});
+  check_shape("out", kept[kResidualOut], {s.batch, s.length_q, s.heads, s.value_width});
+  check_shape("lse", lse, {s.batch, s.heads, s.length_q});
+  TORCH_CHECK_VALUE(
+      lse || s.batch * s.length_q == 0, "multi_head_attention_bwd: lse must be given");
+}
+
 std::vector<int64_t> mha_plan(const MhaOperands& operands, const MhaOptions& options) {
   const MhaProblem problem(operands, options, at::empty({1}, at::kLong));
   return {problem.plan.kv_heads, problem.plan.rows, problem.bytes(problem.plan)};

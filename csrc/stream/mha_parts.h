@@ -91,6 +91,10 @@ struct MhaProblem {
   bool ready_as_kept(int part) const {
     return !transforms[part] && (part == kQ || sizes.extra == 0);
   }
+  // Raises ValueError where what backward is given beside the operands does not fit them.
+  void check_results(
+      const OptionalTensor& dy, const OptionalTensor& dweights,
+      const std::array<OptionalTensor, kMhaResiduals>& kept, const OptionalTensor& lse) const;
   // Bytes of all buffers for a plan, those that only one of the passes takes included.
   int64_t bytes(const MhaPlan&) const;
 

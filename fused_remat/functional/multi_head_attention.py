@@ -18,7 +18,7 @@ from fused_remat.functional.operands import (
     check_tensors,
     why_reference_only,
 )
-from fused_remat.settings import Norm, check_dropout, check_eps, check_flag, check_norm, check_residuals
+from fused_remat.settings import Norm, check_dropout, check_eps, check_flags, check_norm, check_residuals
 
 RESIDUALS = ("q", "k", "v", "out")
 
@@ -118,23 +118,14 @@ def prepare_multi_head_attention(
     weights, biases = _three("in_proj_weight", in_proj_weight), _three("in_proj_bias", in_proj_bias)
     cos, sin = _check_rotary(rotary)
     check_norm(norm)
-    operands = {
-        "query": query, "key": key, "value": value,
-        **{f"in_proj_weight{part}": w for part, w in weights.items()},
-        **{f"in_proj_bias{part}": b for part, b in biases.items()},
-        "out_proj_weight": out_proj_weight, "out_proj_bias": out_proj_bias, "bias_k": bias_k, "bias_v": bias_v,
-        "norm.weight": norm.weight if norm else None, "norm.bias": norm.bias if norm else None,
-        "q_norm": q_norm, "k_norm": k_norm, "rotary[0]": cos, "rotary[1]": sin,
-        "attn_mask": attn_mask, "key_padding_mask": key_padding_mask,
-    }  # fmt: skip
-    required = [f"in_proj_weight{part}" for part in weights]
-    check_tensors(operands, required=("query", "out_proj_weight", *required))
-    check_strided(operands)
-    for name, flag in (
-        ("add_zero_attn", add_zero_attn), ("rotary_interleaved", rotary_interleaved), ("need_weights", need_weights),
-        ("average_attn_weights", average_attn_weights),
-    ):  # fmt: skip
-        check_flag(name, flag)
+    operands = _named_operands(
+        query, key, value, weights, biases, out_proj_weight, out_proj_bias, bias_k, bias_v, norm, q_norm, k_norm, cos,
+        sin, attn_mask, key_padding_mask,
+    )  # fmt: skip
+    check_flags(
+        add_zero_attn=add_zero_attn, rotary_interleaved=rotary_interleaved, need_weights=need_weights,
+        average_attn_weights=average_attn_weights,
+    )  # fmt: skip
     qk_norm_eps = check_eps("qk_norm_eps", qk_norm_eps)
     sizes = _check_shapes(operands, weights, biases, num_heads, num_kv_heads)
     mask = broadcast_mask("attn_mask", attn_mask, (sizes.batch, num_heads, sizes.length_q, sizes.length_k))
@@ -168,6 +159,28 @@ def prepare_multi_head_attention(
         *(name in keep for name in RESIDUALS), budget.resolve(workspace, query.device.type),
     )  # fmt: skip
     return Prepared(call, arguments, on_reference)
+
+
+def _named_operands(
+    query: Tensor, key: Tensor | None, value: Tensor | None, weights: dict[str, Tensor],
+    biases: dict[str, Tensor | None], out_proj_weight: Tensor, out_proj_bias: Tensor | None, bias_k: Tensor | None,
+    bias_v: Tensor | None, norm: Norm | None, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor | None,
+    sin: Tensor | None, attn_mask: Tensor | None, key_padding_mask: Tensor | None,
+) -> Operands:  # fmt: skip
+    """The tensors by the names that messages use, once they are tensors."""
+    operands = {
+        "query": query, "key": key, "value": value,
+        **{f"in_proj_weight{part}": w for part, w in weights.items()},
+        **{f"in_proj_bias{part}": b for part, b in biases.items()},
+        "out_proj_weight": out_proj_weight, "out_proj_bias": out_proj_bias, "bias_k": bias_k, "bias_v": bias_v,
+        "norm.weight": norm.weight if norm else None, "norm.bias": norm.bias if norm else None,
+        "q_norm": q_norm, "k_norm": k_norm, "rotary[0]": cos, "rotary[1]": sin,
+        "attn_mask": attn_mask, "key_padding_mask": key_padding_mask,
+    }  # fmt: skip
+    required = [f"in_proj_weight{part}" for part in weights]
+    check_tensors(operands, required=("query", "out_proj_weight", *required))
+    check_strided(operands)
+    return operands
 
 
 def _three(name: str, value: Tensor | Three | None) -> dict[str, Tensor | None]:
