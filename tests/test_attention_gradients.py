@@ -11,6 +11,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("poisoned_memory", "one_thread"),
     pytest.mark.skipif(cases.needs_extension is not None, reason=str(cases.needs_extension)),
 ]

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("poisoned_memory", "one_thread"),
     pytest.mark.skipif(cases.needs_extension is not None, reason=str(cases.needs_extension)),
 ]

@@ -10,7 +10,7 @@ from multihead_module_cases import BACKENDS, assert_equal_answers, build, draw, 
 
 import fused_remat
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 DRAWN = 2100

@@ -67,7 +67,9 @@ inline T exponentiate(T* a, T shift, T correction, int64_t n) {
   const Vec<T> minus(shift), and_minus(correction);
   Vec<T> sum(T(0));
   for_each_vector<T>(n, [&](int64_t j) {
-    const Vec<T> e = (Vec<T>::loadu(a + j) - minus - and_minus).exp();
+    const Vec<T> x = Vec<T>::loadu(a + j) - minus - and_minus;
+    // The fast exponential makes a number of NaN.
+    const Vec<T> e = Vec<T>::blendv(x.exp_u20(), x, x.isnan());
     e.store(a + j);
     sum = sum + e;
   });
