@@ -101,11 +101,19 @@ void correct_rows(
 template <class T>
 Rows<T> rebuild_probabilities(
     const Problem& p, const Scratch<T>& scratch, const Rows<T>& q, int64_t b, int64_t h, int64_t i0,
-    int64_t j0, int64_t cols, const T* lse, const T* correction) {
+    int64_t j0, int64_t cols, const T* lse, const T* correction, T* sums = nullptr) {
   const Rows<T> scores = product_with_keys(p, scratch, q, b, h, j0, cols);
   attention_kernels().probabilities[p.wide](
-      p.tile(b, h, i0, q.rows, j0, cols, scores.data), lse, correction);
+      p.tile(b, h, i0, q.rows, j0, cols, scores.data), lse, correction, sums);
   return scores;
+}
+
+template <class T>
+void divide_rows(const Rows<T>& m, const T* by) {
+  for (int64_t row = 0; row < m.rows; ++row) {
+    const T factor = by[row] == T(0) ? T(0) : T(1) / by[row];
+    for (int64_t col = 0; col < m.cols; ++col) m.data[row * m.stride + col] *= factor;
+  }
 }
 
 template <class T>
@@ -129,17 +137,23 @@ void delta_and_out(
         if (rebuild) sums = scratch.out(target, rows);
         T* const weights_delta = scratch.sum();
         std::fill_n(weights_delta, rows, T(0));
+        std::fill_n(scratch.max(), rows, T(0));
         if (rebuild || dweights.data != nullptr)
           p.for_visible_keys(i0, rows, 0, p.key_blocks(), [&](int64_t j0, int64_t cols) {
-            const Rows<T> scores =
-                rebuild_probabilities(p, scratch, q, b, h, i0, j0, cols, row_lse, corrections);
+            const Rows<T> scores = rebuild_probabilities(
+                p, scratch, q, b, h, i0, j0, cols, row_lse, corrections, scratch.max());
             if (rebuild)
               multiply_add(sums.tensor(), scores.tensor(), scratch.v(v, b, h, j0, cols).tensor());
             if (dweights.data != nullptr)
               kernels.add_weights_delta[p.wide](
                   p.tile(b, h, i0, rows, j0, cols, scores.data), dweights, weights_delta);
           });
-        if (rebuild) scratch.store(sums, target);
+        if (rebuild) {
+          // The known lse is rounded, and probabilities sum to 1 only nearly: delta has to be that
+          // of the normalised out, or the gradient of the scores would not sum to 0.
+          divide_rows(sums, scratch.max());
+          scratch.store(sums, target);
+        }
         kernels.row_dots[p.wide](target, dout.rows(b, h, i0), p.storage, rows, deltas);
         for (int64_t row = 0; row < rows; ++row) deltas[row] += weights_delta[row];
       });

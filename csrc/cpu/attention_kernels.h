@@ -61,19 +61,37 @@ inline T reduce_max(const T* a, int64_t n) {
       [](const Vec<T>& x, const Vec<T>& y) { return at::vec::maximum(x, y); }, top);
 }
 
-// a <- exp(a - shift - correction); returns the sum.
 template <class T>
-inline T exponentiate(T* a, T shift, T correction, int64_t n) {
-  const Vec<T> minus(shift), and_minus(correction);
+inline T reduce_sum(const Vec<T>& sum) {
+  return at::vec::vec_reduce_all<T>([](const Vec<T>& x, const Vec<T>& y) { return x + y; }, sum);
+}
+
+// a <- exp(a - shift); returns the sum. The online softmax divides by the sum of the same numbers,
+// which a fast exponential serves; but it makes a number of NaN.
+template <class T>
+inline T exponentiate(T* a, T shift, int64_t n) {
+  const Vec<T> minus(shift);
   Vec<T> sum(T(0));
   for_each_vector<T>(n, [&](int64_t j) {
-    const Vec<T> x = Vec<T>::loadu(a + j) - minus - and_minus;
-    // The fast exponential makes a number of NaN.
+    const Vec<T> x = Vec<T>::loadu(a + j) - minus;
     const Vec<T> e = Vec<T>::blendv(x.exp_u20(), x, x.isnan());
     e.store(a + j);
     sum = sum + e;
   });
-  return at::vec::vec_reduce_all<T>([](const Vec<T>& x, const Vec<T>& y) { return x + y; }, sum);
+  return reduce_sum(sum);
+}
+
+// a <- exp(a - lse - correction), which nothing divides again; returns the sum.
+template <class T>
+inline T exponentiate_exactly(T* a, T lse, T correction, int64_t n) {
+  const Vec<T> minus(lse), and_minus(correction);
+  Vec<T> sum(T(0));
+  for_each_vector<T>(n, [&](int64_t j) {
+    const Vec<T> e = (Vec<T>::loadu(a + j) - minus - and_minus).exp();
+    e.store(a + j);
+    sum = sum + e;
+  });
+  return reduce_sum(sum);
 }
 
 template <class T>
@@ -117,7 +135,7 @@ void online_softmax(
       continue;
     }
     const T shrink = std::exp(running_max - top);
-    running_sum = running_sum * shrink + exponentiate(s, top, T(0), t.cols);
+    running_sum = running_sum * shrink + exponentiate(s, top, t.cols);
     if (shrink != T(1)) scale_row(static_cast<T*>(out) + row * out_stride, shrink, width);
     running_max = top;
     drop_row(t, row, s);
@@ -144,7 +162,7 @@ void finish_softmax(
 template <class T>
 inline T probability_row(const ScoreTile& t, int64_t row, T lse, T correction, T** to) {
   *to = masked_row<T>(t, row);
-  if (lse != kNothing<T>) return exponentiate(*to, lse, correction, t.cols);
+  if (lse != kNothing<T>) return exponentiate_exactly(*to, lse, correction, t.cols);
   std::fill(*to, *to + t.cols, T(0));
   return T(0);
 }
@@ -158,11 +176,12 @@ void add_exponentials(const ScoreTile& t, const void* lse, void* sums) {
 }
 
 template <class T>
-void probabilities(const ScoreTile& t, const void* lse, const void* correction) {
+void probabilities(const ScoreTile& t, const void* lse, const void* correction, void* sums) {
   T* s;
   for (int64_t row = 0; row < t.rows; ++row) {
-    probability_row<T>(
+    const T sum = probability_row<T>(
         t, row, static_cast<const T*>(lse)[row], static_cast<const T*>(correction)[row], &s);
+    if (sums != nullptr) static_cast<T*>(sums)[row] += sum;
     drop_row(t, row, s);
   }
 }

@@ -52,8 +52,9 @@ struct AttentionKernels {
       void* lse);
   // sums[i] += the sum over j of exp(scores - lse), before dropout; 0 where lse is -inf.
   void (*add_exponentials[2])(const ScoreTile&, const void* lse, void* sums);
-  // scores <- probabilities after dropout, from the known lse and its correction.
-  void (*probabilities[2])(const ScoreTile&, const void* lse, const void* correction);
+  // scores <- probabilities after dropout, from the known lse and its correction; their sums before
+  // dropout are added to `sums` where it is not null.
+  void (*probabilities[2])(const ScoreTile&, const void* lse, const void* correction, void* sums);
   // scores <- probabilities after dropout; dprobabilities [rows, stride] <- `factor` times the
   // gradient of the masked scores.
   void (*gradient[2])(
