@@ -94,8 +94,9 @@ void Problem::check_rows(const Tensor& t) const {
 }
 
 int64_t Problem::scratch_numbers() const {
-  return 2 * tile_queries * score_stride() + tile_queries * (width + 2 * value_width + 2) +
-         tile_keys * (width + value_width);
+  return 2 * tile_queries * score_stride() + aligned(tile_queries * width) +
+         2 * aligned(tile_queries * value_width) + aligned(tile_keys * width) +
+         aligned(tile_keys * value_width) + 2 * aligned(tile_queries);
 }
 
 // By the budget and the shape alone: sums must not depend on the number of threads.

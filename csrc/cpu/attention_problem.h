@@ -71,7 +71,7 @@ struct Problem {
   int64_t kv_head(int64_t h) const { return h / (heads / kv_heads); }
   int64_t query_blocks() const { return (length_q + tile_queries - 1) / tile_queries; }
   int64_t key_blocks() const { return (length_k + tile_keys - 1) / tile_keys; }
-  int64_t score_stride() const { return (tile_keys + kLanes - 1) / kLanes * kLanes; }
+  int64_t score_stride() const { return aligned(tile_keys); }
 
   ScoreTile tile(
       int64_t b, int64_t h, int64_t i0, int64_t rows, int64_t j0, int64_t cols, void* scores) const;
@@ -99,6 +99,9 @@ struct Problem {
   // they may take this many times as much before threads go without.
   static constexpr int64_t kMostScratch = 4;
 
+  // Every buffer of every thread starts on a cache line: a library may round its products
+  // differently by how operands lie, and which thread gets which buffers is a matter of luck.
+  static int64_t aligned(int64_t numbers) { return (numbers + kLanes - 1) / kLanes * kLanes; }
   int64_t scratch_numbers() const;  // of one thread
   int64_t masked_keys() const { return masked_keys_; }
 
@@ -132,12 +135,12 @@ class Scratch {
         scores_(memory),
         dscores_(scores_ + p.tile_queries * stride_),
         q_(dscores_ + p.tile_queries * stride_),
-        dout_(q_ + p.tile_queries * p.width),
-        out_(dout_ + p.tile_queries * p.value_width),
-        k_(out_ + p.tile_queries * p.value_width),
-        v_(k_ + p.tile_keys * p.width),
-        max_(v_ + p.tile_keys * p.value_width),
-        sum_(max_ + p.tile_queries) {}
+        dout_(q_ + p.aligned(p.tile_queries * p.width)),
+        out_(dout_ + p.aligned(p.tile_queries * p.value_width)),
+        k_(out_ + p.aligned(p.tile_queries * p.value_width)),
+        v_(k_ + p.aligned(p.tile_keys * p.width)),
+        max_(v_ + p.aligned(p.tile_keys * p.value_width)),
+        sum_(max_ + p.aligned(p.tile_queries)) {}
 
   Rows<T> scores(int64_t rows, int64_t cols) const { return {scores_, rows, cols, stride_}; }
   Rows<T> dscores(int64_t rows, int64_t cols) const { return {dscores_, rows, cols, stride_}; }
