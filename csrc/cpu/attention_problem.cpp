@@ -104,7 +104,8 @@ void Problem::choose_tiles() {
   const int64_t number = wide ? 8 : 4;
   tile_queries = std::clamp<int64_t>(length_q, 1, kTileQueries);
   tile_keys = std::clamp<int64_t>(length_k, 1, kTileKeys);
-  while (number * scratch_numbers() > scratch_bytes_ && (tile_queries > 1 || tile_keys > 1)) {
+  while (4 * number * scratch_numbers() > 3 * scratch_bytes_ &&
+         (tile_queries > 1 || tile_keys > 1)) {
     int64_t& longer = tile_keys > tile_queries ? tile_keys : tile_queries;
     longer = (longer + 1) / 2;
   }

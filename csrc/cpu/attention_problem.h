@@ -95,7 +95,7 @@ struct Problem {
   void for_each_task(int64_t tasks, const Body& body) const;
 
   static constexpr int64_t kLanes = 64;  // at least the numbers of the widest vector
-  // Tiles fit the scratch bytes once; on a machine of many threads, each with a tile of its own,
+  // A tile fits the scratch bytes; on a machine of many threads, each with a tile of its own,
   // they may take this many times as much before threads go without.
   static constexpr int64_t kMostScratch = 4;
 
