@@ -186,6 +186,31 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((rotated * cos.unsqueeze(1) + turned * sin.unsqueeze(1), rest), dim=-1)
 
 
+def head_width(rows_q: int, packed: bool, num_heads: int, num_kv_heads: int, value_width: int) -> int:
+    """E, from the rows of w_q, which holds those of k and v too where it is `packed`."""
+    if packed:
+        return (rows_q - num_kv_heads * value_width) // (num_heads + num_kv_heads)
+    return rows_q // num_heads
+
+
+def unpack_projections(
+    weights: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    num_heads: int,
+    num_kv_heads: int,
+    value_width: int,
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """Weights and biases of q, k and v, each taken apart where its first holds the rows of all three."""
+    packed = weights[1] is None
+    width = head_width(weights[0].shape[0], packed, num_heads, num_kv_heads, value_width)
+    rows = (num_heads * width, num_kv_heads * width, num_kv_heads * value_width)
+    if packed:
+        weights = weights[0].split(rows)
+    if biases[0] is not None and biases[0].shape[0] != rows[0]:
+        biases = biases[0].split(rows)
+    return weights, biases
+
+
 def multi_head_attention(
     query: Tensor,  # [B, Lq, Dq]
     key: Tensor | None,  # [B, Lk, Dk]; None: the (normalised) query

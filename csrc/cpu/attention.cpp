@@ -44,6 +44,14 @@ WeightsGradientView weights_view(const WeightsGradient& given, int64_t b, int64_
 }
 
 template <class T>
+Rows<T> product_with_keys(
+    const Scratch<T>& scratch, const Rows<T>& q, int64_t b, int64_t h, int64_t j0, int64_t cols) {
+  const Rows<T> scores = scratch.scores(q.rows, cols);
+  multiply(scores.tensor(), q.tensor(), scratch.k(b, h, j0, cols).transposed());
+  return scores;
+}
+
+template <class T>
 void forward(const Problem& p, const HeadsView& v, const HeadsView& out, const Tensor& lse) {
   const AttentionKernels& kernels = attention_kernels();
   p.for_each_task<T>(
@@ -56,8 +64,7 @@ void forward(const Problem& p, const HeadsView& v, const HeadsView& out, const T
         std::fill_n(scratch.max(), rows, -std::numeric_limits<T>::infinity());
         std::fill_n(scratch.sum(), rows, T(0));
         p.for_visible_keys(i0, rows, 0, p.key_blocks(), [&](int64_t j0, int64_t cols) {
-          const Rows<T> scores = scratch.scores(rows, cols);
-          multiply(scores.tensor(), q.tensor(), scratch.k(b, h, j0, cols).transposed());
+          const Rows<T> scores = product_with_keys(scratch, q, b, h, j0, cols);
           kernels.online_softmax[p.wide](
               p.tile(b, h, i0, rows, j0, cols, scores.data), scratch.max(), scratch.sum(),
               sums.data, sums.stride, sums.cols);
@@ -70,15 +77,6 @@ void forward(const Problem& p, const HeadsView& v, const HeadsView& out, const T
       });
 }
 
-template <class T>
-Rows<T> product_with_keys(
-    const Problem& p, const Scratch<T>& scratch, const Rows<T>& q, int64_t b, int64_t h, int64_t j0,
-    int64_t cols) {
-  const Rows<T> scores = scratch.scores(q.rows, cols);
-  multiply(scores.tensor(), q.tensor(), scratch.k(b, h, j0, cols).transposed());
-  return scores;
-}
-
 // The correction of the rows' lse: 0, or for rows of large lse the log of what their probabilities
 // sum to without it.
 template <class T>
@@ -89,7 +87,7 @@ void correct_rows(
   std::fill_n(correction, q.rows, T(0));
   if (std::none_of(lse, lse + q.rows, large)) return;
   p.for_visible_keys(i0, q.rows, 0, p.key_blocks(), [&](int64_t j0, int64_t cols) {
-    const Rows<T> scores = product_with_keys(p, scratch, q, b, h, j0, cols);
+    const Rows<T> scores = product_with_keys(scratch, q, b, h, j0, cols);
     attention_kernels().add_exponentials[p.wide](
         p.tile(b, h, i0, q.rows, j0, cols, scores.data), lse, correction);
   });
@@ -102,7 +100,7 @@ template <class T>
 Rows<T> rebuild_probabilities(
     const Problem& p, const Scratch<T>& scratch, const Rows<T>& q, int64_t b, int64_t h, int64_t i0,
     int64_t j0, int64_t cols, const T* lse, const T* correction, T* sums = nullptr) {
-  const Rows<T> scores = product_with_keys(p, scratch, q, b, h, j0, cols);
+  const Rows<T> scores = product_with_keys(scratch, q, b, h, j0, cols);
   attention_kernels().probabilities[p.wide](
       p.tile(b, h, i0, q.rows, j0, cols, scores.data), lse, correction, sums);
   return scores;

@@ -317,23 +317,16 @@ def _reference(
     def cast(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.to(dtype)
 
-    value_rows = num_kv_heads * (w_out.shape[1] // num_heads)
-    total = sum(w.shape[0] for w in weights.values())
-    width = (total - value_rows) // (num_heads + num_kv_heads)
-    rows = (num_heads * width, num_kv_heads * width, value_rows)
-
-    def parts(packed: dict[str, Tensor | None]) -> Three:
-        whole = packed.get("")
-        if whole is not None:
-            return cast(whole).split(rows)
-        return tuple(cast(t) for t in packed.values()) if len(packed) == 3 else (None, None, None)
-
+    weights, biases = reference.unpack_projections(
+        [cast(w) for w in _padded(weights)], [cast(b) for b in _padded(biases)], num_heads, num_kv_heads,
+        w_out.shape[1] // num_heads,
+    )  # fmt: skip
     tensors = ("bias_k", "bias_v", "q_norm", "k_norm")
     settings = {name: cast(t) if name in tensors else t for name, t in settings.items()}
     if settings["rotary"] is not None:
         settings["rotary"] = tuple(cast(t) for t in settings["rotary"])
     norm = norm and Norm(norm.kind, cast(norm.weight), cast(norm.bias), norm.eps)
     return reference.multi_head_attention(
-        cast(query), cast(key), cast(value), parts(weights), parts(biases), cast(w_out), cast(b_out), num_heads,
+        cast(query), cast(key), cast(value), weights, biases, cast(w_out), cast(b_out), num_heads,
         num_kv_heads, norm=norm, **settings,
     )  # fmt: skip

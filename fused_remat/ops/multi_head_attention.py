@@ -58,11 +58,7 @@ def _fake_fwd(*args: Any) -> tuple[Tensor, ...]:
     call = _call(args)
     query, dtype = call.query, call.compute_dtype or call.query.dtype
     value_width = call.w_out.shape[1] // call.num_heads
-    rows = call.w_q.shape[0]
-    if call.w_k is None:
-        width = (rows - call.num_kv_heads * value_width) // (call.num_heads + call.num_kv_heads)
-    else:
-        width = rows // call.num_heads
+    width = reference.head_width(call.w_q.shape[0], call.w_k is None, call.num_heads, call.num_kv_heads, value_width)
     key = query if call.key is None else call.key
     value = key if call.value is None else call.value
 
@@ -102,17 +98,10 @@ def _reference(*args: Any) -> tuple[Tensor, Tensor]:
         for name, operand in zip(_names()[:OPERANDS], args[:OPERANDS], strict=True)
     }
     t = SimpleNamespace(**cast)
-    value_rows = call.num_kv_heads * (t.w_out.shape[1] // call.num_heads)
-    weights, biases = (t.w_q, t.w_k, t.w_v), (t.b_q, t.b_k, t.b_v)
-    if t.w_k is None:
-        width = (t.w_q.shape[0] - value_rows) // (call.num_heads + call.num_kv_heads)
-    else:
-        width = t.w_q.shape[0] // call.num_heads
-    rows = (call.num_heads * width, call.num_kv_heads * width, value_rows)
-    if t.w_k is None:
-        weights = t.w_q.split(rows)
-    if t.b_q is not None and t.b_q.shape[0] != rows[0]:
-        biases = t.b_q.split(rows)
+    weights, biases = reference.unpack_projections(
+        (t.w_q, t.w_k, t.w_v), (t.b_q, t.b_k, t.b_v), call.num_heads, call.num_kv_heads,
+        t.w_out.shape[1] // call.num_heads,
+    )  # fmt: skip
     y, probabilities = reference.multi_head_attention(
         t.query, t.key, t.value, weights, biases, t.w_out, t.b_out, call.num_heads, call.num_kv_heads,
         bias_k=t.bias_k, bias_v=t.bias_v, add_zero_attn=call.add_zero_attn,
@@ -142,13 +131,10 @@ def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
         call = _call(args)
         batch, length_q, _ = call.query
         length_k = (call.key or call.query)[1]
-        value_rows = call.num_kv_heads * (call.w_out[1] // call.num_heads)
-        if call.w_k is None:
-            width = (call.w_q[0] - value_rows) // (call.num_heads + call.num_kv_heads)
-        else:
-            width = call.w_q[0] // call.num_heads
+        value_width = call.w_out[1] // call.num_heads
+        width = reference.head_width(call.w_q[0], call.w_k is None, call.num_heads, call.num_kv_heads, value_width)
         widths_in = [(w or call.w_q)[1] for w in (call.w_q, call.w_k, call.w_v)]
-        rows = (call.num_heads * width, call.num_kv_heads * width, value_rows)
+        rows = (call.num_heads * width, call.num_kv_heads * width, call.num_kv_heads * value_width)
         projections = tuple(
             2 * batch * length * n * d
             for length, n, d in zip((length_q, length_k, length_k), rows, widths_in, strict=True)
@@ -156,7 +142,7 @@ def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
         keys = length_k + (call.bias_k is not None) + bool(call.add_zero_attn)
         scores = 2 * batch * call.num_heads * length_q * keys
         out = 2 * batch * length_q * call.w_out[0] * call.w_out[1]
-        return scores * (width + value_rows // call.num_kv_heads), projections, out
+        return scores * (width + value_width), projections, out
 
     def forward(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         core, projections, out = sizes(args[: len(_names())])
