@@ -1,0 +1,42 @@
+"""Tile configurations: one choice per (op, width, dtype, architecture, variant), never by trial runs.
+
+The tables are in `attention_configs.py` and `mlp_configs.py`; `fused_remat.tune` may override rows for one machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes and launch options of a kernel. Which axes the blocks cut is said by the kernel."""
+
+    block_m: int
+    block_n: int
+    block_k: int = 0
+    num_warps: int = 8
+    num_stages: int = 2
+    tma: bool = False
+    warp_specialize: bool = False
+
+
+# The rows of the tables that an architecture uses: the newest it is not older than. 0 is the interpreter.
+ARCHITECTURES = (0, 80, 90, 100)
+
+# (op, width bucket, dtype class, architecture, variant)
+Key = tuple[str, int, str, int, str]
+
+
+def dtype_class(dtype: torch.dtype) -> str:
+    """ "half" has tensor cores, "tf32" too where it is allowed, "ieee" has none."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return "half"
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def architecture_row(arch: int) -> int:
+    """The architecture whose rows are used for `arch`."""
+    return max(row for row in ARCHITECTURES if row <= arch)
