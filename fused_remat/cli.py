@@ -26,6 +26,7 @@ def build_app() -> Any:
     import typer
 
     import fused_remat
+    from fused_remat.check.command import check
     from fused_remat.compare.command import compare
     from fused_remat.doctor import report
 
@@ -42,7 +43,7 @@ def build_app() -> Any:
             bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
         ] = False,
     ) -> None:
-        """Transformer layers that rebuild dropped activations inside backward: diagnose and compare."""
+        """Transformer layers that rebuild dropped activations inside backward: diagnose, check and compare."""
 
     @app.command()
     def doctor(
@@ -51,6 +52,7 @@ def build_app() -> Any:
         """Say what is installed and built, and which backend would run on this machine and why not the others."""
         report(as_json=as_json)
 
+    app.command()(check)
     app.command()(compare)
     return app
 

@@ -1,0 +1,181 @@
+"""Run the checks: which backends can, and what they got against what is allowed."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError, gradcheck
+
+import fused_remat
+from fused_remat import dispatch
+from fused_remat.check.cases import CASES, CONSTANT, LARGE, SMALL, TINY, Case, Sizes, Tensors
+
+DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
+LAW = "reference"  # what the other backends are compared with; its own gradients are checked all the same
+ERROR_FACTOR = 2.0
+# Units in the last place that are always allowed. fp32 results may add up in another order than torch's, and where they
+# cancel (the bias of keys) little but the rounding of the terms is left; half-precision sums are fp32 and rounded once.
+FLOOR_ULPS = {torch.float32: 4.0, torch.bfloat16: 0.25, torch.float16: 0.25}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check of one backend. `passed` None: it cannot run this, `detail` says why."""
+
+    op: str
+    case: str
+    check: str  # "gradcheck", or the dtype of a comparison
+    backend: str
+    passed: bool | None
+    detail: str
+    seconds: float
+
+
+def run(device: str, backend: str | None = None, cases: Sequence[Case] = CASES) -> Iterator[Row]:
+    """The rows as they come: every backend, or the one named, on every case."""
+    names = [backend] if backend else [name for name in dispatch.BACKENDS if name != LAW]
+    sizes = LARGE if device == "cuda" else SMALL
+    for case in cases:
+        for name in names if backend else (*names, LAW):
+            yield _row(case, "gradcheck", name, device, torch.float64, TINY, _gradients_differ)
+        for dtype in DTYPES[device]:
+            label = str(dtype).removeprefix("torch.")
+            judge = _Judge(case, device, dtype, sizes)
+            for name in (name for name in names if name != LAW):
+                yield _row(case, label, name, device, dtype, sizes, judge)
+
+
+def unavailable(device: str, backend: str) -> list[str]:
+    """The reasons why `backend` can run no case at all; empty if it can run one."""
+    found: dict[str, None] = {}
+    for case in CASES:
+        for dtype in (*DTYPES[device], torch.float64):
+            reasons = _reasons(case, backend, device, dtype, TINY)
+            if not reasons:
+                return []
+            found |= dict.fromkeys(reasons)
+    return list(found)
+
+
+def _row(
+    case: Case, check: str, backend: str, device: str, dtype: torch.dtype, sizes: Sizes,
+    judged: Callable[[Case, str, str], str | None],
+) -> Row:  # fmt: skip
+    reasons = _reasons(case, backend, device, dtype, sizes)
+    if reasons:
+        return Row(case.op, case.name, check, backend, None, "; ".join(reasons), 0.0)
+    start = time.perf_counter()
+    try:
+        wrong = judged(case, backend, device)
+    except Exception as error:  # whatever a broken kernel raises is what the check is there to find
+        wrong = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return Row(case.op, case.name, check, backend, wrong is None, wrong or "", time.perf_counter() - start)
+
+
+def _reasons(case: Case, backend: str, device: str, dtype: torch.dtype, sizes: Sizes) -> list[str]:
+    arguments = case.arguments(_placed(case.tensors(sizes), device, dtype), sizes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that there is no compiled library is among the reasons
+        return fused_remat.explain(case.function, **arguments).reasons[backend]
+
+
+def _placed(tensors: Tensors, device: str, dtype: torch.dtype) -> Tensors:
+    """Floating tensors in that dtype, requiring gradients; masks as they are."""
+    return {
+        name: t.to(device, dtype).requires_grad_(name not in CONSTANT) if t.is_floating_point() else t.to(device)
+        for name, t in tensors.items()
+    }
+
+
+def _outputs(case: Case, tensors: Tensors, sizes: Sizes, backend: str) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)  # of the dropout mask
+    with fused_remat.backend(backend):
+        outputs = case.function(**case.arguments(tensors, sizes))
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _gradients_differ(case: Case, backend: str, device: str) -> str | None:
+    """What torch.autograd.gradcheck says in float64, reruns of the same bits included; None if nothing."""
+    tensors = _placed(case.tensors(TINY), device, torch.float64)
+    wanted = [name for name, t in tensors.items() if t.requires_grad]
+
+    def function(*values: Tensor) -> tuple[Tensor, ...]:
+        given = tensors | dict(zip(wanted, values, strict=True))
+        # A row with nothing to attend to has lse -inf, which has no finite differences.
+        return tuple(o.masked_fill(o.isinf(), 0.0) for o in _outputs(case, given, TINY, backend))
+
+    try:
+        gradcheck(function, [tensors[name] for name in wanted], fast_mode=True, rtol=1e-6, atol=1e-7)
+    except GradcheckError as error:
+        return " ".join(str(error).split())
+    return None
+
+
+class _Judge:
+    """Compares results with float64, allowing twice the error of plain torch in the same dtype."""
+
+    def __init__(self, case: Case, device: str, dtype: torch.dtype, sizes: Sizes):
+        self._case, self._sizes = case, sizes
+        self._tensors = _placed(case.tensors(sizes), device, dtype)
+        self._floor = FLOOR_ULPS[dtype] * torch.finfo(dtype).eps
+        self._allowed: dict[str, float] | None = None
+        self._truth: dict[str, Tensor] = {}
+
+    def __call__(self, case: Case, backend: str, device: str) -> str | None:
+        if self._allowed is None:
+            wide = {name: t.detach().double() if t.is_floating_point() else t for name, t in self._tensors.items()}
+            self._truth = self._results(
+                {name: t.requires_grad_(self._tensors[name].requires_grad) for name, t in wide.items()}, LAW
+            )
+            errors = self._errors(self._results(self._tensors, LAW))
+            self._allowed = {name: ERROR_FACTOR * error + self._floor for name, error in errors.items()}
+        wrong = [
+            f"the error of {name} is {error:.2g}, allowed {self._allowed[name]:.2g}"
+            for name, error in self._errors(self._results(self._tensors, backend)).items()
+            if not error <= self._allowed[name]
+        ]
+        return "; ".join(wrong) or None
+
+    def _results(self, tensors: Tensors, backend: str) -> dict[str, Tensor]:
+        """Outputs, and gradients for random incoming ones."""
+        outputs = _outputs(self._case, tensors, self._sizes, backend)
+        wanted = {name: t for name, t in tensors.items() if t.requires_grad}
+        generator = torch.Generator().manual_seed(1)
+        dtype = next(iter(self._tensors.values())).dtype
+        douts = [torch.randn(o.shape, generator=generator).to(dtype).to(o.device, o.dtype) for o in outputs]
+        douts = [d.masked_fill(o.detach().isinf(), 0.0) for d, o in zip(douts, outputs, strict=True)]
+        gradients = torch.autograd.grad(outputs, list(wanted.values()), douts)
+        named = {f"output {index}": o.detach() for index, o in enumerate(outputs)}
+        return named | {f"d{name}": g for name, g in zip(wanted, gradients, strict=True)}
+
+    def _errors(self, results: dict[str, Tensor]) -> dict[str, float]:
+        return {name: _relative_error(results[name], true) for name, true in self._truth.items()}
+
+
+def _relative_error(actual: Tensor, truth: Tensor) -> float:
+    """Norm of the difference over that of the truth; NaN where infinities or NaN are not in the same places."""
+    actual, finite = actual.double(), truth.isfinite()
+    if not torch.equal(actual[~finite], truth[~finite]):
+        return float("nan")
+    difference = (actual - truth)[finite].norm()
+    return (difference / truth[finite].norm().clamp_min(torch.finfo(torch.float64).tiny)).item()
+
+
+def as_json(device: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """What `fused-remat check --json` prints."""
+    return {
+        "fused_remat": fused_remat.__version__,
+        "torch": torch.__version__,
+        "device": device,
+        "passed": all(row.passed is not False for row in rows),
+        "rows": [vars(row) for row in rows],
+    }
