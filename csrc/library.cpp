@@ -1,10 +1,10 @@
 // Every schema of the library in one place, and which function implements it.
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "activations.h"
 #include "autograd/remat.h"
+#include "backends.h"
 #include "mlp.h"
 #include "mlp_calls.h"
 #include "stream/plan.h"
@@ -95,12 +95,6 @@ std::vector<string> activation_names() {
 #undef FUSED_REMAT_NAME
 }
 
-template <class Signature>
-auto level3(const char* op, const std::string& backend) {
-  const string name = string("fused_remat::") + op + "_" + backend;
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Signature>();
-}
-
 }  // namespace
 
 namespace calls {
@@ -156,7 +150,7 @@ TORCH_LIBRARY(fused_remat, m) {
       " ScalarType x_dtype, ScalarType weight_dtype, ScalarType compute_dtype, int workspace, str "
       "backend,"
       " str device, bool norm=False) -> int[]");
-  for (const string suffix : {"aten", "cpp"}) {
+  for (const string suffix : kBackends) {
     m.def(("mlp_fwd_chunk_" + suffix +
            "(Tensor x, Tensor w_up, Tensor? b_up, Tensor? w_gate, Tensor? b_gate, Tensor seed, str "
            "activation,"
@@ -198,12 +192,9 @@ TORCH_LIBRARY_IMPL(fused_remat, CPU, m) {
 
 TORCH_LIBRARY_IMPL(fused_remat, Autograd, m) {
   m.impl("mlp", torch::CppFunction::makeFromBoxedFunction<&remat_autograd>());
-  // Only `mlp` is differentiable; differentiating an inner op is an error, never zeros.
-  for (const char* op :
-       {"mlp_fwd", "mlp_bwd", "mlp_fwd_chunk_aten", "mlp_bwd_chunk_aten", "column_sums_aten",
-        "mlp_fwd_chunk_cpp", "mlp_bwd_chunk_cpp", "column_sums_cpp"}) {
+  for (const char* op : {"mlp_fwd", "mlp_bwd"})
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
-  }
+  not_differentiable(m, {"mlp_fwd_chunk", "mlp_bwd_chunk", "column_sums"});
 }
 
 TORCH_LIBRARY_IMPL(fused_remat, AutocastCPU, m) {

@@ -1,10 +1,10 @@
 // Every schema of attention in one place, and which function implements it.
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "attention.h"
 #include "attention_ops.h"
 #include "autograd/remat.h"
+#include "backends.h"
 
 namespace fused_remat {
 namespace {
@@ -95,14 +95,6 @@ void attention_weights_tile(
   kImplementation(q, k, FUSED_REMAT_ATTENDING_GROUPED, lse, factor, weights);
 }
 
-template <class Signature>
-auto implementer(const char* op, const string& backend) {
-  const string name = string("fused_remat::") + op + "_" + backend;
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Signature>();
-}
-
-OptionalTensor or_none(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
-
 }  // namespace
 
 namespace calls {
@@ -110,7 +102,7 @@ namespace calls {
 void attention_fwd(
     const string& backend, const Tensor& q, const Tensor& k, const Tensor& v, const Attending& a,
     const Tensor& out, const Tensor& lse) {
-  implementer<decltype(attention_fwd_tile<cpu::attention_fwd>)>("attention_fwd", backend)
+  level3<decltype(attention_fwd_tile<cpu::attention_fwd>)>("attention_fwd", backend)
       .call(q, k, v, FUSED_REMAT_ATTENDING_FLAT(a), out, lse);
 }
 
@@ -118,7 +110,7 @@ void attention_delta(
     const string& backend, const Tensor& q, const Tensor& k, const Tensor& v, const Attending& a,
     const Tensor& lse, const Tensor& dout, const WeightsGradient& weights, bool rebuild,
     const Tensor& out, const Tensor& delta, const Tensor& correction) {
-  implementer<decltype(attention_delta_tile<cpu::attention_delta>)>("attention_delta", backend)
+  level3<decltype(attention_delta_tile<cpu::attention_delta>)>("attention_delta", backend)
       .call(
           q, k, v, FUSED_REMAT_ATTENDING_FLAT(a), lse, dout, weights.dweights, weights.factor,
           rebuild, out, delta, correction);
@@ -128,7 +120,7 @@ void attention_bwd(
     const string& backend, const Tensor& q, const Tensor& k, const Tensor& v, const Attending& a,
     const Tensor& lse, const Tensor& correction, const Tensor& delta, const Tensor& dout,
     const WeightsGradient& weights, const AttentionGradients& to) {
-  implementer<decltype(attention_bwd_tile<cpu::attention_bwd>)>("attention_bwd", backend)
+  level3<decltype(attention_bwd_tile<cpu::attention_bwd>)>("attention_bwd", backend)
       .call(
           q, k, v, FUSED_REMAT_ATTENDING_FLAT(a), lse, correction, delta, dout, weights.dweights,
           weights.factor, or_none(to.dq), or_none(to.dk), or_none(to.dv), or_none(to.dattn_mask),
@@ -138,8 +130,7 @@ void attention_bwd(
 void attention_weights(
     const string& backend, const Tensor& q, const Tensor& k, const Attending& a, const Tensor& lse,
     double factor, const Tensor& weights) {
-  implementer<decltype(attention_weights_tile<cpu::attention_weights>)>(
-      "attention_weights", backend)
+  level3<decltype(attention_weights_tile<cpu::attention_weights>)>("attention_weights", backend)
       .call(q, k, FUSED_REMAT_ATTENDING_FLAT(a), lse, factor, weights);
 }
 
@@ -188,7 +179,7 @@ void define_implementer(torch::Library& m, const string& suffix) {
 
 TORCH_LIBRARY_FRAGMENT(fused_remat, m) {
   define_attention(m);
-  for (const string suffix : {"aten", "cpp"}) define_implementer(m, suffix);
+  for (const string suffix : kBackends) define_implementer(m, suffix);
 }
 
 TORCH_LIBRARY_IMPL(fused_remat, CompositeExplicitAutograd, m) {
@@ -210,12 +201,9 @@ TORCH_LIBRARY_IMPL(fused_remat, CPU, m) {
 
 TORCH_LIBRARY_IMPL(fused_remat, Autograd, m) {
   m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&remat_autograd>());
-  // Only the public op is differentiable; differentiating an inner op is an error, never zeros.
-  for (const string op :
-       {"attention_fwd", "attention_bwd", "attention_fwd_aten", "attention_delta_aten",
-        "attention_bwd_aten", "attention_weights_aten", "attention_fwd_cpp", "attention_delta_cpp",
-        "attention_bwd_cpp", "attention_weights_cpp"})
-    m.impl(op.c_str(), torch::autograd::autogradNotImplementedFallback());
+  for (const char* op : {"attention_fwd", "attention_bwd"})
+    m.impl(op, torch::autograd::autogradNotImplementedFallback());
+  not_differentiable(m, {"attention_fwd", "attention_delta", "attention_bwd", "attention_weights"});
 }
 
 TORCH_LIBRARY_IMPL(fused_remat, AutocastCPU, m) {

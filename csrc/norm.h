@@ -17,16 +17,31 @@ struct Norm {
   explicit operator bool() const { return !kind.empty(); }
 };
 
-// out <- norm(rows), computed in `accumulate` and rounded to `compute`. rows and out [n, D].
-void normalize_rows(
-    const at::Tensor& rows, const Norm&, at::ScalarType accumulate, at::ScalarType compute,
-    const at::Tensor& out);
+// Level 3. out <- norm(rows), computed in the accumulation dtype and rounded to `compute`. rows and
+// out [n, D].
+using NormalizeRows =
+    void(const at::Tensor& rows, const Norm&, at::ScalarType compute, const at::Tensor& out);
 
-// From the gradient of norm(rows), [n, D] in the accumulation dtype: drows <- that of the rows (may
-// be the same tensor), and the sums over rows are added to dweight and dbias where defined.
-void normalize_rows_backward(
+// Level 3. From the gradient of norm(rows), [n, D] in the accumulation dtype: drows <- that of the
+// rows (may be the same tensor), and the sums over rows are added to dweight and dbias where
+// defined.
+using NormalizeRowsBackward = void(
     const at::Tensor& dnormalized, const at::Tensor& rows, const Norm&, const at::Tensor& drows,
     const at::Tensor& dweight, const at::Tensor& dbias);
+
+namespace aten {
+NormalizeRows normalize_rows;
+NormalizeRowsBackward normalize_rows_backward;
+}  // namespace aten
+// Through the dispatcher, by the backend's name.
+namespace calls {
+void normalize_rows(
+    const std::string& backend, const at::Tensor& rows, const Norm&, at::ScalarType compute,
+    const at::Tensor& out);
+void normalize_rows_backward(
+    const std::string& backend, const at::Tensor& dnormalized, const at::Tensor& rows, const Norm&,
+    const at::Tensor& drows, const at::Tensor& dweight, const at::Tensor& dbias);
+}  // namespace calls
 
 // Bytes of temporaries that either takes per row.
 int64_t norm_bytes_per_row(int64_t features, at::ScalarType accumulate);

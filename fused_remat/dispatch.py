@@ -7,14 +7,13 @@ backward.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from fused_remat import ops
+from fused_remat import _triton, ops
 from fused_remat._override import Override
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -30,6 +29,8 @@ class Call:
     device: str  # type of the device: "cpu", "cuda", ...
     dtype: torch.dtype  # compute dtype: autocast's, else that of x
     activation: str | None = None  # None: the op has none
+    arch: int | None = None  # of a CUDA device: `_triton.arch_of`
+    width: int | None = None  # of the widest head, where there are heads
     reference_only: str | None = None
 
 
@@ -47,8 +48,10 @@ def _why_not_compiled(call: Call) -> list[str]:
 
 
 def _why_not_triton(call: Call) -> list[str]:
-    missing = [] if importlib.util.find_spec("triton") else ["triton is not installed"]
-    return [*missing, f"{call.op} has no Triton kernels in this version"]
+    reasons = [*_triton.why_not(call.device, call.dtype, call.arch), *_why_not_compiled(call)]
+    if call.width is not None and call.width > _triton.WIDEST_HEAD:
+        reasons.append(f"heads are {call.width} wide, the Triton kernels take up to {_triton.WIDEST_HEAD}")
+    return reasons
 
 
 def _why_not_cuda(call: Call) -> list[str]:
@@ -81,6 +84,11 @@ def why_not(backend: str, call: Call) -> list[str]:
     return BACKENDS[_check_name(backend)](call)
 
 
+def _by_themselves(call: Call) -> Iterator[str]:
+    """The backends that may be chosen without being named: an interpreter is for proving kernels, not for work."""
+    return (name for name in BACKENDS if not (name == "triton" and call.device == "cpu"))
+
+
 def resolve(call: Call) -> str:
     """The backend that runs `call`.
 
@@ -89,7 +97,7 @@ def resolve(call: Call) -> str:
     """
     named = _named.value
     if named is None:
-        return next(name for name, reasons in BACKENDS.items() if not reasons(call))
+        return next(name for name in _by_themselves(call) if not BACKENDS[name](call))
     reasons = BACKENDS[named](call)
     if reasons:
         raise RuntimeError(

@@ -280,9 +280,9 @@ class BackwardPass : MhaPass {
           .narrow(0, g.kv0, g.kv_heads)
           .add_(heads.select(2, sizes_.length_k).sum({0}));
     if (p_.transforms[part])
-      transform_heads_backward(
-          heads.narrow(2, 0, sizes_.part_length(part)), raw_[part], p_.transforms[part],
-          p_.attending.scratch, sums_[part == kQ ? kQNorm : kKNorm]);
+      calls::transform_heads_backward(
+          p_.options.backend, heads.narrow(2, 0, sizes_.part_length(part)), raw_[part],
+          p_.transforms[part], p_.attending.scratch, sums_[part == kQ ? kQNorm : kKNorm]);
   }
 
   // What the parts that share an input give to it, to their weights and to their biases.
@@ -332,8 +332,9 @@ class BackwardPass : MhaPass {
       if (!input_sums_[part].defined()) continue;
       if (p_.inputs[part].normalized)
         for_each_chunk(part, [&](int64_t r0, int64_t n, int64_t) {
-          normalize_rows_backward(
-              input_sums_[part].narrow(0, r0, n), p_.inputs[part].rows.narrow(0, r0, n), p_.norm,
+          calls::normalize_rows_backward(
+              p_.options.backend, input_sums_[part].narrow(0, r0, n),
+              p_.inputs[part].rows.narrow(0, r0, n), p_.norm,
               input_rows_[part].defined() ? input_rows_[part].narrow(0, r0, n) : Tensor(),
               sums_[kNormWeight], sums_[kNormBias]);
         });

@@ -6,8 +6,8 @@
 
 #include <array>
 
+#include "../head_transform.h"
 #include "../mha_ops.h"
-#include "head_transform.h"
 #include "heads.h"
 #include "tiles.h"
 

@@ -48,7 +48,7 @@ Tensor MhaPass::input_chunk(int input, int64_t r0, int64_t rows) {
   const Tensor part = from.rows.narrow(0, r0, rows);
   if (!from.normalized) return packed_rows(part);
   Tensor chunk = matrix(chunk_buffer_, rows, part.size(1));
-  normalize_rows(part, p_.norm, p_.precision.accumulate, p_.precision.compute, chunk);
+  calls::normalize_rows(p_.options.backend, part, p_.norm, p_.precision.compute, chunk);
   return chunk;
 }
 
@@ -141,7 +141,7 @@ void MhaPass::make_heads(
               .narrow(2, 0, length);
       raw_[part].copy_(own);
     }
-    transform_heads(own, p_.transforms[part], p_.attending.scratch);
+    calls::transform_heads(p_.options.backend, own, p_.transforms[part], p_.attending.scratch);
     fill_extra(g, part, heads_[part]);
   }
 }

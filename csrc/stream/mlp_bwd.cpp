@@ -145,9 +145,9 @@ class BackwardPass {
     const Tensor dx = wanted_[kDx]
                           ? gradients_[kDx].view({sizes_.rows, sizes_.d_in}).narrow(0, m0, rows)
                           : Tensor();
-    normalize_rows_backward(
-        dx_.tile(m0, rows), x_.narrow(0, m0, rows), options_.norm, dx, wanted_sum(kDNormWeight),
-        wanted_sum(kDNormBias));
+    calls::normalize_rows_backward(
+        options_.backend, dx_.tile(m0, rows), x_.narrow(0, m0, rows), options_.norm, dx,
+        wanted_sum(kDNormWeight), wanted_sum(kDNormBias));
   }
 
   void make_gradients(const Tensor& x) {
@@ -222,7 +222,8 @@ class BackwardPass {
   RowsTile rows_tile(int64_t m0, int64_t rows) {
     if (m0 != packed_row0_) {
       rows_ = {
-          ready_rows(x_.narrow(0, m0, rows), options_.norm, precision_, packed_x_),
+          ready_rows(
+              options_.backend, x_.narrow(0, m0, rows), options_.norm, precision_, packed_x_),
           packed(dy_.narrow(0, m0, rows), packed_dy_)};
       packed_row0_ = m0;
     }

@@ -71,7 +71,8 @@ class ForwardPass {
   }
 
   void token_chunk(int64_t m0, int64_t rows, const Tensor& rows_of_y) {
-    const Tensor x = ready_rows(x_.narrow(0, m0, rows), options_.norm, precision_, packed_x_);
+    const Tensor x =
+        ready_rows(options_.backend, x_.narrow(0, m0, rows), options_.norm, precision_, packed_x_);
     Tensor y = rows_of_y.narrow(0, m0, rows);
     Tensor sum = y_sum_.defined() ? matrix(y_sum_, rows, sizes_.d_out) : y;
     for (int64_t f0 = 0; f0 < sizes_.hidden_features; f0 += plan_.features) {

@@ -134,7 +134,10 @@ TileCost backward_cost(
     cost.row += sizes.d_in * gemm;
     cost.feature += std::max(sizes.d_in, sizes.d_out) * gemm;
   }
-  if (backend == "cpp") cost.partial_sum = accumulate * (sizes.gated ? 2 : 1);
+  // Partial sums of bias gradients: one per block of kSumBlockRows rows; the Triton kernels' blocks
+  // are half as long at the least.
+  const int64_t partials = backend == "cpp" ? 1 : backend == "triton" ? 2 : 0;
+  cost.partial_sum = partials * accumulate * (sizes.gated ? 2 : 1);
   if (norm) cost.row += norm_bytes_per_row(sizes.d_in, precision.accumulate);
   add_mask_temporaries(cost, backend, dropout);
   return cost;

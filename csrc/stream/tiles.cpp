@@ -47,10 +47,11 @@ Tensor packed(const Tensor& tile, const Tensor& flat) {
 }
 
 Tensor ready_rows(
-    const Tensor& rows, const Norm& norm, const MlpPrecision& precision, const Tensor& flat) {
+    const std::string& backend, const Tensor& rows, const Norm& norm, const MlpPrecision& precision,
+    const Tensor& flat) {
   if (!norm) return packed(rows, flat);
   Tensor ready = matrix(flat, rows.size(0), rows.size(1));
-  normalize_rows(rows, norm, precision.accumulate, precision.compute, ready);
+  calls::normalize_rows(backend, rows, norm, precision.compute, ready);
   return ready;
 }
 

@@ -48,7 +48,8 @@ at::Tensor packed(const at::Tensor& tile, const at::Tensor& flat);
 // Rows of x as the products take them: normalised where there is a norm, packed where a buffer is
 // given.
 at::Tensor ready_rows(
-    const at::Tensor& rows, const Norm&, const MlpPrecision&, const at::Tensor& flat);
+    const std::string& backend, const at::Tensor& rows, const Norm&, const MlpPrecision&,
+    const at::Tensor& flat);
 
 // The columns of a residual [M, kept] that belong to the tile: [rows, 0..features].
 at::Tensor residual_tile(

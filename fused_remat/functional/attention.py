@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_remat import budget, dispatch, reference
+from fused_remat._triton import arch_of
 from fused_remat.functional.masks import Corner, Window, broadcast_mask, check_band, check_key_padding_mask
 from fused_remat.functional.operands import Prepared, check_dtypes, check_strided, check_tensors, why_reference_only
 from fused_remat.settings import check_dropout, check_size, is_finite
@@ -96,6 +97,8 @@ def prepare_attention(
     call = dispatch.Call(
         op="attention",
         device=q.device.type,
+        arch=arch_of(q.device),
+        width=max(q.shape[-1], v.shape[-1]),
         dtype=check_real(check_dtypes(operands, masks=MASKS)),
         reference_only=why_reference_only(operands),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fused_remat import budget, dispatch, reference
+from fused_remat._triton import arch_of
 from fused_remat.functional.operands import Operands, Prepared, check_dtypes, check_tensors, why_reference_only
 from fused_remat.settings import Keep, Norm, check_activation, check_dropout, check_keep, check_norm
 
@@ -89,6 +90,7 @@ def prepare_mlp(
     call = dispatch.Call(
         op="mlp",
         device=x.device.type,
+        arch=arch_of(x.device),
         dtype=check_dtypes(operands),
         activation=activation,
         reference_only=why_reference_only(operands),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_remat import budget, dispatch, reference
+from fused_remat._triton import arch_of
 from fused_remat.functional.attention import MASKS, check_head_counts, check_real, check_scale
 from fused_remat.functional.masks import Corner, Window, broadcast_mask, check_band, check_key_padding_mask
 from fused_remat.functional.operands import (
@@ -137,6 +138,8 @@ def prepare_multi_head_attention(
     call = dispatch.Call(
         op="multi_head_attention",
         device=query.device.type,
+        arch=arch_of(query.device),
+        width=max(sizes.width, sizes.value_width),
         dtype=check_real(check_dtypes(operands, masks=MASKS)),
         reference_only=why_reference_only(operands) or _why_rotary_is_learned(cos, sin),
     )

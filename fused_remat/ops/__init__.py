@@ -14,9 +14,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from fused_remat import _extension
-from fused_remat.ops import attention, mlp, multi_head_attention
+from fused_remat.ops import attention, mlp, multi_head_attention, triton
 
 _OPS = (mlp, attention, multi_head_attention)
+_LEVEL3_BACKENDS = ("aten", "cpp", "triton")
 _lock = threading.Lock()
 _has_fakes = False
 _has_flops = False
@@ -35,6 +36,7 @@ def ready() -> str | None:
             if not _has_fakes:
                 for op in _OPS:
                     op.register()
+                _register_level3()
                 _has_fakes = True
             if countable and not _has_flops:
                 _register_flops()
@@ -53,6 +55,14 @@ def _compiled_activations() -> tuple[str, ...]:
     # Outside of every mode: a tracer would record the question and answer with a stand-in.
     with _disable_current_modes():
         return tuple(torch.ops.fused_remat.activations())
+
+
+def _register_level3() -> None:
+    """Ops that only fill buffers have nothing to tell a tracer."""
+    for op in triton.IMPLEMENTERS:
+        for backend in _LEVEL3_BACKENDS:
+            torch.library.register_fake(f"fused_remat::{op}_{backend}", lambda *args: None)
+    triton.register()
 
 
 def _register_flops() -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fused_remat import reference
 
-_TILES = ("attention_fwd", "attention_delta", "attention_bwd", "attention_weights")
 CAUSAL = (None, "top_left", "bottom_right")  # by the code that the ops take
 
 
@@ -69,9 +68,6 @@ def register() -> None:
     torch.library.register_fake("fused_remat::attention_fwd", _fake_fwd)
     torch.library.register_fake("fused_remat::attention_bwd", _fake_bwd)
     torch.library.impl("fused_remat::attention_reference", "CompositeImplicitAutograd")(_reference)
-    for op in _TILES:
-        for backend in ("aten", "cpp"):
-            torch.library.register_fake(f"fused_remat::{op}_{backend}", lambda *args: None)
 
 
 def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:

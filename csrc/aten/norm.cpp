@@ -6,7 +6,7 @@
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sum.h>
 
-namespace fused_remat {
+namespace fused_remat::aten {
 
 using at::Tensor;
 
@@ -27,8 +27,8 @@ Scaled scaled(const Tensor& wide, const Norm& norm) {
 }  // namespace
 
 void normalize_rows(
-    const Tensor& rows, const Norm& norm, at::ScalarType accumulate, at::ScalarType compute,
-    const Tensor& out) {
+    const Tensor& rows, const Norm& norm, at::ScalarType compute, const Tensor& out) {
+  const at::ScalarType accumulate = compute == at::kDouble ? at::kDouble : at::kFloat;
   const Tensor wide = rows.to(accumulate);
   const auto cast = [&](const std::optional<Tensor>& t) {
     return t ? std::optional<Tensor>(t->to(accumulate)) : std::nullopt;
@@ -58,6 +58,10 @@ void normalize_rows_backward(
   if (norm.kind == "layer_norm") g.sub_(g.mean({1}, /*keepdim=*/true));
   Tensor(drows).copy_(g.sub_(values * along).mul_(by));
 }
+
+}  // namespace fused_remat::aten
+
+namespace fused_remat {
 
 int64_t norm_bytes_per_row(int64_t features, at::ScalarType accumulate) {
   constexpr int64_t kTemporaries = 4;

@@ -1,4 +1,4 @@
-#include "head_transform.h"
+#include "../head_transform.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
@@ -9,9 +9,9 @@
 
 #include <algorithm>
 
-#include "heads.h"
+#include "../stream/heads.h"
 
-namespace fused_remat {
+namespace fused_remat::aten {
 
 using at::Tensor;
 
@@ -109,4 +109,4 @@ void transform_heads_backward(
       });
 }
 
-}  // namespace fused_remat
+}  // namespace fused_remat::aten

@@ -1,0 +1,38 @@
+"""Whether the Triton kernels can run a call, asked without importing Triton where the answer is plain."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import torch
+
+from fused_remat import _extension
+
+WIDEST_HEAD = 256  # a tile holds whole rows of q, k and v
+
+
+def arch_of(device: torch.device) -> int | None:
+    """Ten times the compute capability of a CUDA device; None for another one."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@_extension.constant_when_traced
+def why_not(device: str, dtype: torch.dtype, arch: int | None) -> tuple[str, ...]:
+    """The reasons against it; imports Triton only for a device that it could run on."""
+    if device == "cpu" and not _interpreter_wanted():
+        return ("the tensors are on cpu, where only Triton's interpreter runs its kernels (TRITON_INTERPRET=1)",)
+    try:
+        kernels = importlib.import_module("fused_remat.triton")
+    except ModuleNotFoundError as error:
+        return (f"{error.name} is not installed",)
+    except Exception as error:  # whatever a broken installation raises is what the user needs to read
+        return (f"importing Triton fails ({type(error).__name__}: {error})",)
+    return tuple(kernels.why_not(device, dtype, arch))
+
+
+def _interpreter_wanted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
