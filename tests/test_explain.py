@@ -15,13 +15,13 @@ pytestmark = pytest.mark.skipif(cases.needs_extension is not None, reason=str(ca
 def test_explain_predicts_tiles_and_backend():
     given = cases.operands(40, 8, 16, dtype=torch.float32)
     told = fused_remat.explain(fused_remat.mlp, **given, workspace=4000)
-    assert told.backend == "cpp" and told.reasons["cpp"] == [] and told.reasons["triton"]
+    assert told.backend == "cpp" and told.reasons["cpp"] == [] and told.reasons["cuda"]
     assert told.backward.axis == "tokens" and told.backward.excess == 0
     dy = torch.randn(40, 8)  # dense; an expanded one would be packed into the workspace too
     ran = cases.kernels_of(lambda: cases.run(given, workspace=4000).backward(dy))
     assert ran.count("mlp_fwd_chunk_cpp") == -(-40 // told.forward.rows)
     assert ran.count("mlp_bwd_chunk_cpp") == -(-40 // told.backward.rows)
-    assert "tokens chunks" in str(told) and "not 'triton'" in str(told)
+    assert "tokens chunks" in str(told) and "not 'cuda'" in str(told)
 
 
 def test_explain_reports_a_budget_below_the_smallest_tile():

@@ -118,4 +118,4 @@ except RuntimeError as error:
     stdout, _ = run(TRITON[triton] + code, tmp_path)
     (message,) = stdout
     assert "backend 'triton' was named but cannot run mlp" in message
-    assert "Triton" in message
+    assert "triton is not installed" in message or "importing Triton fails" in message

@@ -6,6 +6,7 @@ The tables are in `attention_configs.py` and `mlp_configs.py`; `fused_remat.tune
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -40,3 +41,26 @@ def dtype_class(dtype: torch.dtype) -> str:
 def architecture_row(arch: int) -> int:
     """The architecture whose rows are used for `arch`."""
     return max(row for row in ARCHITECTURES if row <= arch)
+
+
+def choose(op: str, width: int, dtype: torch.dtype, arch: int, variant: str) -> Config:
+    """The tiles of a kernel: the row of the least width bucket that holds `width`; the same for the same arguments."""
+    buckets = _buckets()[op]
+    bucket = next((bucket for bucket in buckets if width <= bucket), buckets[-1])
+    return _table()[op, bucket, dtype_class(dtype), architecture_row(arch), variant]
+
+
+@cache
+def _table() -> dict[Key, Config]:
+    # Not at the top: the tables are made of this module's rows.
+    from fused_remat.triton import attention_configs, mlp_configs
+
+    return attention_configs.TABLE | mlp_configs.TABLE
+
+
+@cache
+def _buckets() -> dict[str, tuple[int, ...]]:
+    widths: dict[str, set[int]] = {}
+    for op, width, *_ in _table():
+        widths.setdefault(op, set()).add(width)
+    return {op: tuple(sorted(found)) for op, found in widths.items()}
