@@ -206,7 +206,7 @@ def _launch(kernel, programs: int, config: configs.Config, spec: Spec, *args) ->
     launch.launch(kernel, (programs,), *args, SPEC=spec, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-# Implementers: arguments in the order of the schemas of csrc/library_attention.cpp -------------------------------------
+# Implementers: arguments in the order of the schemas of csrc/library_attention.cpp ------------------------------------
 
 
 def attention_fwd(

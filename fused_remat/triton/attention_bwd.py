@@ -1,7 +1,7 @@
 """Backward: dk and dv by tiles of keys, dq by tiles of queries. Probabilities come again from the known lse.
 
-With p the probabilities and M the dropout factors: dv = (M p)^T dout, ds = p (M dp - delta) with dp = dout v^T plus what
-comes in for the weights, dk = scale ds^T q, dq = scale ds k.
+With p the probabilities and M the dropout factors: dv = (M p)^T dout; ds = p (M dp - delta), where dp = dout v^T plus
+what comes in for the weights; dk = scale ds^T q; dq = scale ds k.
 """
 
 from __future__ import annotations
@@ -133,9 +133,7 @@ def attention_dq_kernel(
         s = scores(q_tile, k_tile, i[:, None], j[None, :], batch, head, attn_mask, key_mask, n, SPEC)
         p = probabilities(s, row[:, None], row_correction[:, None], SPEC)
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=SPEC.precision, out_dtype=SPEC.accumulate)
-        dropped, ds = gradient_of_scores(
-            p, dp, row_delta[:, None], i[:, None], j[None, :], batch, head, dweights, n, SPEC
-        )
+        _, ds = gradient_of_scores(p, dp, row_delta[:, None], i[:, None], j[None, :], batch, head, dweights, n, SPEC)
         ds = (ds * number(n.unit, SPEC)).to(k_tile.dtype)
         sums = tl.dot(ds, k_tile, sums, input_precision=SPEC.precision, out_dtype=SPEC.accumulate)
     store_heads(dq, sums, batch, head, i0, n.length_q, SPEC.block_m, SPEC.width, SPEC.block_e, SPEC)

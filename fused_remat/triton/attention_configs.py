@@ -102,9 +102,7 @@ def _rows() -> dict[Key, Config]:
                     rows[op, width, precision, INTERPRETER, variant] = Config(*_INTERPRETED, num_warps=4)
                 for arch, tiles in _HALF[op][variant].items():
                     queries, keys, *stages = tiles[place]
-                    rows[op, width, "half", arch, variant] = Config(
-                        queries, keys, num_stages=stages[0] if stages else 2
-                    )
+                    rows[op, width, "half", arch, variant] = Config(queries, keys, num_stages=(*stages, 2)[0])
                     rows[op, width, "tf32", arch, variant] = Config(*_TF32[place], num_warps=4)
                     rows[op, width, "ieee", arch, variant] = Config(*_IEEE[place], num_warps=4, num_stages=1)
     return rows

@@ -10,7 +10,6 @@ from fused_remat.triton.attention_tiles import (
     is_large,
     kept,
     key_at,
-    load_grid,
     load_heads,
     load_row_numbers,
     number,
@@ -26,8 +25,8 @@ from fused_remat.triton.attention_tiles import (
 def exponential_sums(
     q, k, v, attn_mask, key_mask, dweights, row, batch, head, i0, passes, n, SPEC: tl.constexpr
 ):  # fmt: skip
-    """Over the keys of the rows from i0, with p = exp(s - lse): sums of p, of dropped p times dweights, and of dropped p
-    times v. `passes` is 0 where no row needs them."""
+    """Over the keys of the rows from i0, with p = exp(s - lse): sums of p, of dropped p times dweights, and of dropped
+    p times v. `passes` is 0 where no row needs them."""
     kv_head = head // n.group
     i = i0 + tl.arange(0, SPEC.block_m)
     q_tile = load_heads(q, batch, head, i0, n.length_q, SPEC.block_m, SPEC.width, SPEC.block_e, SPEC.even_q, SPEC)
@@ -71,15 +70,12 @@ def attention_delta_kernel(
     i = i0 + tl.arange(0, SPEC.block_m)
     row_lse = load_row_numbers(lse, batch, head, i, n.length_q, float("-inf"))
     large = is_large(row_lse)
-    if SPEC.rebuild or SPEC.dweights:
-        passes = 1
-    else:
-        passes = tl.max(large.to(tl.int32), 0)
+    passes = 1 if SPEC.rebuild or SPEC.dweights else tl.max(large.to(tl.int32), 0)
     total, weighed, sums = exponential_sums(
         q, k, v, attn_mask, key_mask, dweights, row_units(row_lse, SPEC), batch, head, i0, passes, n, SPEC
     )
-    # The known lse is rounded and probabilities sum to 1 only nearly: out and delta are those of normalised ones, or the
-    # gradient of the scores would not sum to 0.
+    # The known lse is rounded and probabilities sum to 1 only nearly: out and delta are those of normalised ones, or
+    # the gradient of the scores would not sum to 0.
     divisor = tl.where(total == 0.0, 1.0, total)
     factor = 1.0 / divisor
     if SPEC.dropout:

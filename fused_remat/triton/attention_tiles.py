@@ -1,7 +1,7 @@
 """What the attention kernels share: how they are told what to do, which tiles they visit, and the scores of a tile.
 
-Every kernel makes its scores with `scores` and its probabilities with `exponentials`, so that backward sees what forward
-saw. A new kind of mask goes into `scores`, with its flag in `Spec`.
+Every kernel makes its scores with `scores`, so that backward sees what forward saw. A new kind of mask goes there, with
+its flag in `Spec`.
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ def number(x, SPEC: tl.constexpr):
     return x
 
 
-# Which program does what -----------------------------------------------------------------------------------------------
+# Which program does what ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def query_tile(n, SPEC: tl.constexpr):
-    """(batch, head, first query) of a program. Query heads that share keys are neighbours, then come the tiles of a head,
-    those with the most keys first."""
+    """(batch, head, first query) of a program. Query heads that share keys are neighbours, then come the tiles of a
+    head, those with the most keys first."""
     place = tl.program_id(0)
     tiles = tl.cdiv(n.length_q, SPEC.block_m)
     member = place % n.group
@@ -143,8 +143,8 @@ def query_tile(n, SPEC: tl.constexpr):
 
 @triton.jit
 def visible_keys(i0, n, SPEC: tl.constexpr):
-    """(first, in_band, resume, steps): the key tiles that the queries from i0 visit are `in_band` ones from `first`, then
-    those from `resume` that hold extra keys."""
+    """(first, in_band, resume, steps): the key tiles that the queries from i0 visit are `in_band` ones from `first`,
+    then those from `resume` that hold extra keys."""
     first = 0
     last = tl.cdiv(n.masked_keys, SPEC.block_n)
     if SPEC.low:
@@ -187,7 +187,7 @@ def visible_queries(j0, n, SPEC: tl.constexpr):
     return first, tl.maximum(tl.cdiv(end, SPEC.block_m) - first, 0)
 
 
-# Loads and stores ------------------------------------------------------------------------------------------------------
+# Loads and stores -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -247,7 +247,7 @@ def load_grid(x, batch, head, i, j, n, BY_ROW: tl.constexpr, IN_BOUNDS: tl.const
     return tl.load(at, mask=(i < n.length_q) & (j < n.masked_keys), other=OTHER)
 
 
-# Scores and probabilities ----------------------------------------------------------------------------------------------
+# Scores and probabilities ---------------------------------------------------------------------------------------------
 
 
 @triton.jit

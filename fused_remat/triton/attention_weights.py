@@ -69,8 +69,8 @@ def attention_weights_kernel(q, k, attn_mask, key_mask, lse, weights, repeats, n
 def attention_dmask_kernel(
     q, k, v, attn_mask, key_mask, lse, correction, delta, dout, dweights, dmask, batches, heads, n, SPEC: tl.constexpr
 ):  # fmt: skip
-    """dmask += the gradient of the masked scores, summed over `batches` and `heads` for each of its own, and over queries,
-    over keys where it has one for all."""
+    """dmask += the gradient of the masked scores, summed over `batches` and `heads` for each of its own, and over
+    queries, over keys where it has one for all."""
     place = tl.program_id(0)
     tiles_k, tiles_q = tl.cdiv(n.masked_keys, SPEC.block_n), tl.cdiv(n.length_q, SPEC.block_m)
     own_k, own_q = 0, 0
@@ -133,7 +133,7 @@ def tile_gradient(
         v, batch, kv_head, j0, n.length_k, SPEC.block_n, SPEC.value_width, SPEC.block_v, SPEC.even_k, SPEC
     )
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=SPEC.precision, out_dtype=SPEC.accumulate)
-    dropped, ds = gradient_of_scores(p, dp, row_delta[:, None], i[:, None], j[None, :], batch, head, dweights, n, SPEC)
+    _, ds = gradient_of_scores(p, dp, row_delta[:, None], i[:, None], j[None, :], batch, head, dweights, n, SPEC)
     if SPEC.extra_keys:
         ds = tl.where(j[None, :] < n.masked_keys, ds, 0.0)
     return ds
