@@ -1,0 +1,205 @@
+"""The calls whose kernels are compiled: the implementers' own host code on tensors without storage.
+
+A case is one call at a shape of the benchmarks. What its host code hands to `launch` is recorded, so that the tiles,
+flags and specialisations compiled are those of a real run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_remat.triton import attention, heads, launch, mlp, norm, targets
+
+ARCHITECTURES = (80, 90, 100)
+BATCH, HEADS, LENGTH = 2, 16, 4096
+ROWS, MODEL_WIDTHS = 8192, (768, 4096)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`variant` decides what the law allows; `call` runs the host code."""
+
+    name: str
+    variant: str
+    call: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel as it would be started. `number` tells launches of the same kernel by one case apart."""
+
+    case: Case
+    kernel: Any
+    number: int
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    meta: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        kernel = self.kernel.__name__.strip("_").removesuffix("_kernel")
+        return f"{kernel} {self.case.name}" + (f" #{self.number}" if self.number > 1 else "")
+
+
+def record(case: Case, arch: int) -> list[Launch]:
+    """What the case launches on that architecture. Nothing is started."""
+    launches: list[Launch] = []
+
+    def keep(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+        number = 1 + sum(known.kernel is kernel for known in launches)
+        launches.append(Launch(case, kernel, number, grid, args, meta))
+
+    with targets.pretending(arch), launch.replaced(keep):
+        case.call()
+    return launches
+
+
+def cases() -> Iterator[Case]:
+    """Every case, the widest used first."""
+    for width in (64, 128, 256):
+        for variant in _MASKS:
+            yield from _attention(variant, width)
+    for width in MODEL_WIDTHS:
+        yield from _mlp(width)
+    yield from _rows()
+
+
+# Attention
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _mask(dtype: torch.dtype, heads: int, length: int) -> Tensor:
+    return _empty(BATCH, heads, length, length, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class _Attending:
+    """What a variant adds to a plain call."""
+
+    mask: Callable[[int], Tensor | None] = lambda length: None
+    causal: bool = False
+    dropout_p: float = 0.0
+    padding: bool = False
+    kv_heads: int = HEADS
+    length: int = LENGTH
+
+    def arguments(self) -> tuple[Any, ...]:
+        """From attn_mask to scratch, in the order of the level-3 ops."""
+        unlimited = 2**61
+        key_mask = _empty(BATCH, 1, 1, self.length, dtype=torch.bool) if self.padding else None
+        seed = _empty(1 if self.dropout_p else 0, dtype=torch.int64)
+        high = 0 if self.causal else unlimited
+        return self.mask(self.length), key_mask, seed, -unlimited, high, 0, self.dropout_p, 0.125, 0, HEADS, 0
+
+
+_MASKS = {
+    "plain": _Attending(),
+    "causal": _Attending(causal=True),
+    "bool mask": _Attending(mask=lambda n: _mask(torch.bool, 1, n)),
+    "float mask": _Attending(mask=lambda n: _mask(torch.bfloat16, 1, n)),
+    "dropout": _Attending(dropout_p=0.1),
+    # Sizes that no tile divides, and no address that is known to be aligned.
+    "everything": _Attending(
+        mask=lambda n: _mask(torch.float32, HEADS, n), causal=True, dropout_p=0.1, padding=True, kv_heads=4, length=4091
+    ),
+}
+
+
+def _attention(variant: str, width: int) -> Iterator[Case]:
+    attending = _MASKS[variant]
+    length, given = attending.length, attending.arguments()
+    # As projections leave them: [B, L, heads, E].
+    q, dout, out = (_empty(BATCH, length, HEADS, width).transpose(1, 2) for _ in range(3))
+    k, v = (_empty(BATCH, length, attending.kv_heads, width).transpose(1, 2) for _ in range(2))
+    lse, delta, correction = (_empty(BATCH, HEADS, length, dtype=torch.float32) for _ in range(3))
+    dq, dk, dv = (_empty(*t.shape, dtype=torch.float32) for t in (q, k, v))
+    everything = variant == "everything"
+    dmask = _empty(*given[0].shape, dtype=torch.float32) if everything else None
+    weights = _empty(BATCH, 1, length, length, dtype=torch.float32)
+
+    def delta_of(rebuild: bool) -> None:
+        attention.attention_delta(q, k, v, *given, lse, dout, None, 1.0, rebuild, out, delta, correction)
+
+    calls = {
+        "forward": lambda: attention.attention_fwd(q, k, v, *given, out, lse),
+        "delta": lambda: delta_of(rebuild=False),
+        "rebuild": lambda: delta_of(rebuild=True),
+        "backward": lambda: attention.attention_bwd(
+            q, k, v, *given, lse, correction, delta, dout, None, 1.0, dq, dk, dv, dmask, None
+        ),
+    }
+    if variant in ("plain", "everything"):
+        calls["weights"] = lambda: attention.attention_weights(q, k, *given, lse, 1 / HEADS, weights)
+    for name, call in calls.items():
+        yield Case(f"E={width} {variant}" + (", out rebuilt" if name == "rebuild" else ""), variant, call)
+
+
+# The MLP
+
+
+def _mlp(width: int) -> Iterator[Case]:
+    hidden = 4 * width
+    features = min(hidden, 2048)
+    x, dy = _empty(ROWS, width), _empty(ROWS, width)
+    w_up, w_gate, w_down = _empty(features, width), _empty(features, width), _empty(width, hidden)[:, :features]
+    b_up, nothing = _empty(features), _empty(ROWS, 0)
+    no_sums, sums = _empty(0, dtype=torch.float32), _empty(features, dtype=torch.float32)
+    buffers = [_empty(ROWS, features) for _ in range(4)]
+
+    def forward(activation: str, *, gated: bool = False, p: float = 0.0) -> None:
+        seed = _empty(1 if p else 0, dtype=torch.int64)
+        given = (x, w_up, None, w_gate, None) if gated else (x, w_up, b_up, None, None)
+        hidden_buffer, scratch = buffers[0], buffers[1] if gated else nothing
+        mlp.mlp_fwd_chunk(*given, seed, activation, p, 0, 0, hidden, nothing, nothing, hidden_buffer, scratch)
+
+    def backward(activation: str, *, gated: bool = False, p: float = 0.0) -> None:
+        seed = _empty(1 if p else 0, dtype=torch.int64)
+        given = (x, dy, w_up, w_down, None, w_gate, None) if gated else (x, dy, w_up, w_down, b_up, None, None)
+        hidden_buffer, dup, dgate, scratch = buffers if gated else (*buffers[:2], nothing, nothing)
+        mlp.mlp_bwd_chunk(
+            *given, nothing, nothing, seed, activation, p, 0, 0, hidden, hidden_buffer, dup, dgate, scratch,
+            no_sums if gated else sums, no_sums,
+        )  # fmt: skip
+
+    for variant, p in (("plain", 0.0), ("dropout", 0.1)):
+        for name, activation, gated in (("gelu", "gelu", False), ("gated silu", "silu", True)):
+            for call in (forward, backward):
+                yield Case(
+                    f"D={width} {name} {variant}", variant, functools.partial(call, activation, gated=gated, p=p)
+                )
+
+
+def _rows() -> Iterator[Case]:
+    """What works on rows: bias sums, norms, and norm and rotation of heads."""
+    width, head = 4096, 128
+    rows, out, weight, bias = _empty(ROWS, width), _empty(ROWS, width), _empty(width), _empty(width)
+    wide, dweight, dbias = (_empty(*shape, dtype=torch.float32) for shape in ((ROWS, width), (width,), (width,)))
+    yield Case(f"D={width}", "plain", lambda: mlp.column_sums(rows, dweight))
+    for kind, shift in (("rms_norm", None), ("layer_norm", bias)):
+        dshift = None if shift is None else dbias
+        yield Case(
+            f"D={width} {kind}",
+            "plain",
+            functools.partial(norm.normalize_rows, rows, kind, weight, shift, 1e-5, torch.bfloat16, out),
+        )
+        yield Case(
+            f"D={width} {kind}",
+            "plain",
+            functools.partial(norm.normalize_rows_bwd, wide, rows, kind, weight, shift, 1e-5, wide, dweight, dshift),
+        )
+    q, dq = (_empty(BATCH, LENGTH, HEADS, head, dtype=t).transpose(1, 2) for t in (torch.bfloat16, torch.float32))
+    cos, sin = _empty(1, LENGTH, head), _empty(1, LENGTH, head)
+    q_norm, dq_norm = _empty(head), _empty(head, dtype=torch.float32)
+    yield Case(f"E={head}", "plain", lambda: heads.transform_heads(q, q_norm, 1e-6, cos, sin, False, 0))
+    yield Case(
+        f"E={head}", "plain", lambda: heads.transform_heads_bwd(dq, q, q_norm, 1e-6, cos, sin, False, 0, dq_norm)
+    )
