@@ -24,9 +24,6 @@ class Config:
     warp_specialize: bool = False
 
 
-# The rows of the tables that an architecture uses: the newest it is not older than. 0 is the interpreter.
-ARCHITECTURES = (0, 80, 90, 100)
-
 # (op, width bucket, dtype class, architecture, variant)
 Key = tuple[str, int, str, int, str]
 
@@ -35,19 +32,32 @@ def dtype_class(dtype: torch.dtype) -> str:
     """ "half" has tensor cores, "tf32" too where it is allowed, "ieee" has none."""
     if dtype in (torch.float16, torch.bfloat16):
         return "half"
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if dtype == torch.float32 and allows_tf32() else "ieee"
+
+
+def allows_tf32() -> bool:
+    """Whether the user lets float32 products be rounded to TF32, by either of torch's switches."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def architecture_row(arch: int) -> int:
-    """The architecture whose rows are used for `arch`."""
-    return max(row for row in ARCHITECTURES if row <= arch)
+    """The architecture whose rows are used for `arch`: 0, 80, 86, 90 or 100.
+
+    86 stands for GPUs with 99 KiB of shared memory a block and the tensor cores of 80, the newest of them included;
+    what it has no row for fits it from 80.
+    """
+    if arch in (86, 89) or arch >= 120:
+        return 86
+    return max(row for row in (0, 80, 90, 100) if row <= arch)
 
 
 def choose(op: str, width: int, dtype: torch.dtype, arch: int, variant: str) -> Config:
     """The tiles of a kernel: the row of the least width bucket that holds `width`; the same for the same arguments."""
     buckets = _buckets()[op]
     bucket = next((bucket for bucket in buckets if width <= bucket), buckets[-1])
-    return _table()[op, bucket, dtype_class(dtype), architecture_row(arch), variant]
+    row, precision = architecture_row(arch), dtype_class(dtype)
+    config = _table().get((op, bucket, precision, row, variant)) if row == 86 else None
+    return config or _table()[op, bucket, precision, 80 if row == 86 else row, variant]
 
 
 @cache
