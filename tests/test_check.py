@@ -133,7 +133,7 @@ def test_nan_in_one_place_fails(monkeypatch):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}: {case.name}")
 def test_every_case_has_gradients_well_above_what_is_allowed(case):
-    judge = check._Judge(case, "cpu", torch.float32, SMALL)
+    judge = check.Judge(case, "cpu", torch.float32, SMALL)
     assert judge(case, "reference", "cpu") is None
     assert all(0 < allowed < 5e-6 for allowed in judge._allowed.values())
     assert all(truth.norm() > 1e-2 for truth in judge._truth.values())

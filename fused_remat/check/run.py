@@ -46,12 +46,12 @@ def run(device: str, backend: str | None = None, cases: Sequence[Case] = CASES) 
     sizes = LARGE if device == "cuda" else SMALL
     for case in cases:
         for name in names if backend else (*names, LAW):
-            yield _row(case, "gradcheck", name, device, torch.float64, TINY, _gradients_differ)
+            yield judged_row(case, "gradcheck", name, device, torch.float64, TINY, gradients_differ)
         for dtype in DTYPES[device]:
             label = str(dtype).removeprefix("torch.")
-            judge = _Judge(case, device, dtype, sizes)
+            judge = Judge(case, device, dtype, sizes)
             for name in (name for name in names if name != LAW):
-                yield _row(case, label, name, device, dtype, sizes, judge)
+                yield judged_row(case, label, name, device, dtype, sizes, judge)
 
 
 def unavailable(device: str, backend: str) -> list[str]:
@@ -66,7 +66,7 @@ def unavailable(device: str, backend: str) -> list[str]:
     return list(found)
 
 
-def _row(
+def judged_row(
     case: Case, check: str, backend: str, device: str, dtype: torch.dtype, sizes: Sizes,
     judged: Callable[[Case, str, str], str | None],
 ) -> Row:  # fmt: skip
@@ -82,13 +82,13 @@ def _row(
 
 
 def _reasons(case: Case, backend: str, device: str, dtype: torch.dtype, sizes: Sizes) -> list[str]:
-    arguments = case.arguments(_placed(case.tensors(sizes), device, dtype), sizes)
+    arguments = case.arguments(placed(case.tensors(sizes), device, dtype), sizes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that there is no compiled library is among the reasons
         return fused_remat.explain(case.function, **arguments).reasons[backend]
 
 
-def _placed(tensors: Tensors, device: str, dtype: torch.dtype) -> Tensors:
+def placed(tensors: Tensors, device: str, dtype: torch.dtype) -> Tensors:
     """Floating tensors in that dtype, requiring gradients; masks as they are."""
     return {
         name: t.to(device, dtype).requires_grad_(name not in CONSTANT) if t.is_floating_point() else t.to(device)
@@ -103,9 +103,9 @@ def _outputs(case: Case, tensors: Tensors, sizes: Sizes, backend: str) -> tuple[
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def _gradients_differ(case: Case, backend: str, device: str) -> str | None:
+def gradients_differ(case: Case, backend: str, device: str) -> str | None:
     """What torch.autograd.gradcheck says in float64, reruns of the same bits included; None if nothing."""
-    tensors = _placed(case.tensors(TINY), device, torch.float64)
+    tensors = placed(case.tensors(TINY), device, torch.float64)
     wanted = [name for name, t in tensors.items() if t.requires_grad]
 
     def function(*values: Tensor) -> tuple[Tensor, ...]:
@@ -120,12 +120,12 @@ def _gradients_differ(case: Case, backend: str, device: str) -> str | None:
     return None
 
 
-class _Judge:
+class Judge:
     """Compares results with float64, allowing twice the error of plain torch in the same dtype."""
 
     def __init__(self, case: Case, device: str, dtype: torch.dtype, sizes: Sizes):
         self._case, self._sizes = case, sizes
-        self._tensors = _placed(case.tensors(sizes), device, dtype)
+        self._tensors = placed(case.tensors(sizes), device, dtype)
         self._floor = FLOOR_ULPS[dtype] * torch.finfo(dtype).eps
         self._allowed: dict[str, float] | None = None
         self._truth: dict[str, Tensor] = {}

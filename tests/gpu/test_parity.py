@@ -1,0 +1,61 @@
+"""Every op, case, dtype and backend on the GPU: gradients by finite differences, results against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_device import FAST, needs_gpu
+
+import fused_remat
+from fused_remat import dispatch, reference
+from fused_remat.check import run as check
+from fused_remat.check.cases import CASES, LARGE, TINY
+
+pytestmark = needs_gpu
+
+
+def checked(case, label: str, backend: str, dtype: torch.dtype, judged) -> None:
+    row = check.judged_row(case, label, backend, "cuda", dtype, TINY if label == "gradcheck" else LARGE, judged)
+    if row.passed is None:
+        pytest.skip(f"{backend}: {row.detail}")
+    assert row.passed, row.detail
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}: {case.name}")
+@pytest.mark.parametrize("backend", FAST)
+def test_gradients_in_float64(case, backend):
+    checked(case, "gradcheck", backend, torch.float64, check.gradients_differ)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}: {case.name}")
+@pytest.mark.parametrize("dtype", check.DTYPES["cuda"], ids=str)
+def test_results_against_float64(case, dtype):
+    judge = check.Judge(case, "cuda", dtype, LARGE)
+    ran = 0
+    for backend in FAST:
+        row = check.judged_row(case, str(dtype), backend, "cuda", dtype, LARGE, judge)
+        assert row.passed is not False, f"{backend}: {row.detail}"
+        ran += row.passed is True
+    assert ran, "no backend ran"
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_a_gpu_draws_the_masks_of_a_cpu(backend):
+    """Of hidden features and of probabilities, bit for bit."""
+    rows, features, p = 129, 341, 0.3
+    call = dispatch.Call(op="mlp", device="cuda", dtype=torch.float32, activation="relu")
+    if dispatch.why_not(backend, call):
+        pytest.skip(f"{backend}: {'; '.join(dispatch.why_not(backend, call))}")
+    x, eye = torch.ones(rows, 1, device="cuda"), torch.eye(features, device="cuda")
+    torch.manual_seed(3)
+    seed = reference.draw_seed(x.device)
+    torch.manual_seed(3)
+    with fused_remat.backend(backend):
+        hidden = fused_remat.mlp(x, torch.ones(features, 1, device="cuda"), eye, activation="relu", dropout_p=p)
+    assert torch.equal((hidden != 0).cpu(), reference.dropout_mask(seed.cpu(), p, (rows, features)))
+    q = torch.zeros(2, 3, 127, 16, device="cuda")
+    torch.manual_seed(3)
+    with fused_remat.backend(backend):
+        out = fused_remat.attention(q, q, torch.ones_like(q), dropout_p=p)
+    kept = reference.dropout_mask(seed.cpu(), p, (2, 3, 127, 127)).sum(-1)
+    torch.testing.assert_close(out[..., 0].cpu() * 127 * (1 - p), kept.float(), rtol=1e-5, atol=1e-3)
