@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from fused_remat.triton import configs
 from fused_remat.triton.configs import Config, Key, dtype_class
 from fused_remat.triton.targets import INTERPRETER
 
@@ -53,6 +54,4 @@ TABLE: dict[Key, Config] = {
 
 
 def choose(op: str, dtype: torch.dtype, arch: int, dropout: bool) -> Config:
-    from fused_remat.triton.configs import architecture_row
-
-    return TABLE[op, 0, dtype_class(dtype), architecture_row(arch), "masked" if dropout else "plain"]
+    return configs.choose(op, 0, dtype, arch, "masked" if dropout else "plain")
