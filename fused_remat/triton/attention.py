@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -48,8 +47,8 @@ class Facts(NamedTuple):
     precision: str
 
 
-@lru_cache(maxsize=4096)
-def _plan(op: str, facts: Facts, flags: tuple[tuple[str, bool], ...]) -> tuple[Spec, configs.Config]:
+@configs.plan_cache
+def plan(op: str, facts: Facts, flags: tuple[tuple[str, bool], ...]) -> tuple[Spec, configs.Config]:
     """What the kernel is compiled for, and its launch options."""
     given = dict(flags)
     extras = bool(facts.attn_mask or facts.key_mask) + facts.dropout + given.get("dweights", False)
@@ -119,7 +118,7 @@ class Call:
             dropout=dropout_p > 0.0,
             wide=any(t.stride(2) >= WIDE_STRIDE for t in operands),
             tma=all(_suits_tma(t) for t in operands),
-            precision="tf32" if q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            precision="tf32" if q.dtype == torch.float32 and configs.allows_tf32() else "ieee",
         )
         fraction = _bits if q.dtype == torch.float64 else float
         natural = "float" in (self.facts.attn_mask, self.facts.key_mask)
@@ -146,7 +145,7 @@ class Call:
         return self.batch * self.heads * self.length_q
 
     def plan(self, op: str, **flags: bool) -> tuple[Spec, configs.Config]:
-        return _plan(op, self.facts, tuple(flags.items()))
+        return plan(op, self.facts, tuple(flags.items()))
 
     def tiles(self, spec: Spec) -> list[Heads | TensorDescriptor]:
         """The operands as the kernel loads them: q, k, v, dout."""

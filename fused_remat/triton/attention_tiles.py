@@ -156,7 +156,8 @@ def visible_keys(i0, n, SPEC: tl.constexpr):
     resume = last
     steps = in_band
     if SPEC.extra_keys:
-        resume = tl.maximum(last, n.masked_keys // SPEC.block_n)
+        mixed = n.masked_keys // SPEC.block_n  # the first tile with extra keys, which the band may reach too
+        resume = tl.where(in_band > 0, tl.maximum(last, mixed), mixed)
         steps = in_band + tl.cdiv(n.length_k, SPEC.block_n) - resume
     return first, in_band, resume, steps
 

@@ -16,3 +16,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             # The interpreter computes with NumPy, which warns about the infinities and NaNs that kernels mean.
             item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+
+
+def _patch_once() -> None:
+    """Have the interpreter replace Triton's functions once, and not again in every call of a device function."""
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch = interpreter._patch_lang
+
+    def patch_lang(function):
+        modules = (value for value in function.__globals__.values() if value is tl or value is tl.core)
+        if any(tl.core.is_builtin(module.load) for module in modules):
+            return patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_lang
+
+
+_patch_once()
