@@ -17,27 +17,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fused_remat.triton import launch, mlp_configs
 from fused_remat.triton.configs import Config, dtype_class
 from fused_remat.triton.dropout import drop_threshold
-from fused_remat.triton.heads import transform_heads, transform_heads_bwd
 from fused_remat.triton.mlp_bwd import mlp_dact_kernel, mlp_dhidden_kernel, mlp_fused_kernel
 from fused_remat.triton.mlp_fwd import mlp_act_kernel, mlp_fwd_kernel
-from fused_remat.triton.norm import normalize_rows, normalize_rows_bwd
 from fused_remat.triton.sums import column_sums
 from fused_remat.triton.targets import arch_of
 
-__all__ = [
-    "column_sums",
-    "mlp_bwd_chunk",
-    "mlp_fwd_chunk",
-    "normalize_rows",
-    "normalize_rows_bwd",
-    "transform_heads",
-    "transform_heads_bwd",
-]
-
 # Rows of one partial sum of the elementwise backward.
 SUM_ROWS = 128
-# Features of an epilogue's part: a whole accumulator's would spill.
-PART_FEATURES = 64
 
 
 class Layer(NamedTuple):
@@ -108,11 +94,15 @@ class Plan(NamedTuple):
     blocks: tuple[tuple[int, int], ...]
 
 
-# Which operands each op takes, in order; those named W cut the features, the others the rows.
+# Which operands each op of `mlp_configs.GEMMS` takes, in order; those named W cut the features, the others the rows.
+_FORWARD, _FUSED, _DHIDDEN = ("X", "W_UP", "W_GATE"), ("X", "W_UP", "W_GATE", "DY", "W_DOWN"), ("DY", "W_DOWN")
 _OPERANDS = {
-    "mlp_fwd": ("X", "W_UP", "W_GATE"),
-    "mlp_fused": ("X", "W_UP", "W_GATE", "DY", "W_DOWN"),
-    "mlp_dhidden": ("DY", "W_DOWN"),
+    "mlp_fwd": _FORWARD,
+    "mlp_fwd_gated": _FORWARD,
+    "mlp_dual": _FUSED,
+    "mlp_triple": _FUSED,
+    "mlp_dhidden": _DHIDDEN,
+    "mlp_dhidden_gated": _DHIDDEN,
 }
 Key = tuple[torch.Size, tuple[int, ...], bool]  # shape, strides, whether TMA may start at its address
 
@@ -127,41 +117,55 @@ def _access(key: Key, itemsize: int, tma: bool) -> str:
     if tma and aligned and 0 not in shape:
         for access, inner in (("rows", 1), ("columns", 0)):
             outer = strides[1 - inner]
-            if strides[inner] == 1 and outer > 0 and outer * itemsize % 16 == 0:
+            if strides[inner] == 1 and outer >= shape[inner] and outer * itemsize % 16 == 0:
                 return access
     return "pointers"
 
 
+def _overflows(offset: int) -> bool:
+    """Whether an offset within a block needs more than 32 bits."""
+    return offset >= 2**31
+
+
 @lru_cache(maxsize=4096)
 def _plan(
-    op: str, keys: tuple[Key | None, ...], row_strides: tuple[int, ...], dtype: torch.dtype, precision: str, config: Config
+    op: str,
+    keys: tuple[Key | None, ...],
+    row_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    precision: str,
+    config: Config,
 ) -> Plan:
     names = _OPERANDS[op]
     blocks = tuple((config.block_n if name.startswith("W") else config.block_m, config.block_k) for name in names)
     accesses = tuple(None if key is None else _access(key, dtype.itemsize, config.tma) for key in keys)
     (rows, depth), features = keys[0][0], keys[1][0][0]
-    spans = [abs(s0) * b0 + abs(s1) * b1 for (_, (s0, s1), _), (b0, b1) in zip(filter(None, keys), blocks, strict=False)]
+    strides = [(key[1], block) for key, block in zip(keys, blocks, strict=True) if key is not None]
+    reached = [abs(row) * height + abs(col) * width for (row, col), (height, width) in strides]
+    reached += [stride * config.block_m for stride in row_strides]
     meta = {f"{name}_ACCESS": access for name, access in zip(names, accesses, strict=True)} | {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
-        "PARTS": max(1, config.block_n // PART_FEATURES),
+        "PARTS": mlp_configs.parts(op, config),
         "EVEN": depth % config.block_k == 0,
-        "WIDE": max(*spans, *(stride * config.block_m for stride in row_strides)) >= 2**31,
+        "WIDE": _overflows(max(reached)),
         "PRECISION": "tf32" if precision == "tf32" else "ieee",
         "WARP_SPECIALIZE": config.warp_specialize,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    if op == "mlp_fused":
+    if "DY" in names[1:]:
         meta["EVEN_OUT"] = keys[3][0][1] % config.block_k == 0
     blocks_m = triton.cdiv(rows, config.block_m)
     return Plan((blocks_m * triton.cdiv(features, config.block_n),), blocks_m, meta, accesses, blocks)
 
 
-def _gemm_plan(op: str, config_op: str, operands: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...], dropout: bool) -> Plan:
+def _gemm_plan(
+    op: str, operands: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...], dropping: Dropping
+) -> Plan:
     first = operands[0]
-    config = mlp_configs.choose(config_op, first.dtype, arch_of(first), dropout)
+    config = mlp_configs.choose(op, first.dtype, arch_of(first), dropping.seed is not None)
     row_strides = tuple(t.stride(0) for t in outputs if t is not None)
     keys = tuple(_key(operand) for operand in operands)
     return _plan(op, keys, row_strides, first.dtype, dtype_class(first.dtype), config)
@@ -229,8 +233,8 @@ def _fused_forward(
     layer: Layer, dropping: Dropping, residuals: tuple[Tensor | None, ...], hidden: Tensor, activation: str
 ) -> None:
     operands = (layer.x, layer.w_up, layer.w_gate)
-    config_op = "mlp_fwd" if layer.w_gate is None else "mlp_fwd_gated"
-    plan = _gemm_plan("mlp_fwd", config_op, operands, (hidden, *residuals), dropping.seed is not None)
+    op = "mlp_fwd" if layer.w_gate is None else "mlp_fwd_gated"
+    plan = _gemm_plan(op, operands, (hidden, *residuals), dropping)
     kept = [arg for t in residuals for arg in (*_rows_of(t), 0 if t is None else t.shape[1])]
     launch.launch(
         mlp_fwd_kernel, plan.grid, *_operand_args(operands, plan), layer.b_up, layer.b_gate, *dropping, *kept,
@@ -268,7 +272,7 @@ def _elementwise_grid(hidden: Tensor, rows: int, config: Config) -> tuple[int]:
 
 
 def _wide_rows(block_rows: int, *matrices: Tensor | None) -> bool:
-    return any(m is not None and m.stride(0) * block_rows >= 2**31 for m in matrices)
+    return _overflows(max(m.stride(0) * block_rows for m in matrices if m is not None))
 
 
 def mlp_bwd_chunk(
@@ -367,8 +371,7 @@ def _fused_backward(
 ) -> None:
     operands = (layer.x, layer.w_up, layer.w_gate, dy, w_down.t())
     outputs = (buffers.hidden, buffers.dup, buffers.dgate)
-    config_op = "mlp_dual" if layer.w_gate is None else "mlp_triple"
-    plan = _gemm_plan("mlp_fused", config_op, operands, outputs, dropping.seed is not None)
+    plan = _gemm_plan("mlp_dual" if layer.w_gate is None else "mlp_triple", operands, outputs, dropping)
     partials = Partials(buffers, plan.blocks_m)
     launch.launch(
         mlp_fused_kernel, plan.grid, *_operand_args(operands, plan), layer.b_up, layer.b_gate, *dropping,
@@ -383,10 +386,8 @@ def _epilogue_backward(
 ) -> None:
     operands = (dy, w_down.t())
     outputs = (buffers.hidden, buffers.dup, buffers.dgate)
-    config_op = "mlp_dhidden" if gate.values is None else "mlp_dhidden_gated"
-    plan = _gemm_plan(
-        "mlp_dhidden", config_op, operands, (*outputs, up.values, gate.values), dropping.seed is not None
-    )
+    op = "mlp_dhidden" if gate.values is None else "mlp_dhidden_gated"
+    plan = _gemm_plan(op, operands, (*outputs, up.values, gate.values), dropping)
     partials = Partials(buffers, plan.blocks_m)
     launch.launch(
         mlp_dhidden_kernel, plan.grid, *_operand_args(operands, plan), *_rows_of(up.values, gate.values),

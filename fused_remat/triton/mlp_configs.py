@@ -1,15 +1,14 @@
 """Tiles of the MLP kernels, and which path a tile takes. Block sizes: rows, features, and what a product sums over.
 
-Rows were found by compiling: no spills, and shared memory within the architecture. "masked" is dropout, whose generator
-wants registers.
+Rows were found by compiling: no spills, and shared and tensor memory within the architecture. "masked" is dropout,
+whose generator wants registers.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fused_remat.triton import configs
-from fused_remat.triton.configs import Config, Key, dtype_class
+from fused_remat.triton.configs import Config, Key, architecture_row, dtype_class
 from fused_remat.triton.targets import INTERPRETER
 
 # Up to this mean width of x and dy, writing pre-activations and reading them again costs more than what narrower tiles
@@ -43,15 +42,73 @@ def backward_path(depth: int, depth_out: int, dtype: torch.dtype, arch: int) -> 
     return "fused" if narrow and dtype_class(dtype) == "half" else "epilogue"
 
 
+def choose(op: str, dtype: torch.dtype, arch: int, dropout: bool) -> Config:
+    """The configuration of a GEMM kernel; `op` is one of `GEMMS`."""
+    return TABLE[op, 0, dtype_class(dtype), architecture_row(arch), "masked" if dropout else "plain"]
+
+
+def parts(op: str, config: Config) -> int:
+    """Groups of columns that an epilogue works through: on a whole accumulator it would spill."""
+    return max(1, config.block_n // (16 if op == "mlp_triple" else 32))
+
+
 GEMMS = ("mlp_fwd", "mlp_fwd_gated", "mlp_dual", "mlp_triple", "mlp_dhidden", "mlp_dhidden_gated")
 
-TABLE: dict[Key, Config] = {
-    (op, 0, precision, INTERPRETER, variant): Config(64, 32, 16, num_warps=4)
-    for op in GEMMS
-    for precision in ("half", "tf32", "ieee")
-    for variant in ("plain", "masked")
+_HALF = {
+    80: {
+        "mlp_fwd": Config(128, 128, 32, num_stages=4),
+        "mlp_fwd_gated": Config(128, 64, 32, num_stages=4),
+        "mlp_dual": Config(128, 128, 32, num_stages=4),
+        "mlp_triple": Config(128, 64, 32, num_stages=4),
+        "mlp_dhidden": Config(128, 128, 32, num_stages=4),
+        "mlp_dhidden_gated": Config(128, 128, 32, num_stages=4),
+    },
+    90: {
+        "mlp_fwd": Config(128, 256, 64, num_stages=4, tma=True),
+        "mlp_fwd_gated": Config(128, 128, 64, num_stages=3, tma=True),
+        "mlp_dual": Config(128, 128, 64, num_stages=3, tma=True),
+        "mlp_triple": Config(128, 128, 64, num_stages=3, tma=True),
+        "mlp_dhidden": Config(128, 256, 64, num_stages=4, tma=True),
+        "mlp_dhidden_gated": Config(128, 256, 64, num_stages=3, tma=True),
+    },
 }
+_HALF[100] = _HALF[90]
+_HALF_MASKED = {
+    80: _HALF[80],
+    90: {
+        "mlp_fwd": Config(128, 128, 64, num_stages=3, tma=True),
+        "mlp_fwd_gated": Config(128, 128, 64, num_stages=3, tma=True),
+        "mlp_dual": Config(128, 128, 64, num_stages=3, tma=True),
+        "mlp_triple": Config(128, 64, 64, num_stages=3, tma=True),
+        "mlp_dhidden": Config(128, 128, 64, num_stages=3, tma=True),
+        "mlp_dhidden_gated": Config(128, 128, 64, num_stages=3, tma=True),
+    },
+}
+_HALF_MASKED[100] = _HALF_MASKED[90]
+_TF32 = Config(128, 64, 32, num_stages=3)
+# Chosen by nobody but who names the path: without tensor cores the library's GEMMs are the better half.
+_IEEE = Config(64, 32, 16, num_warps=4)
+# Small, so that small shapes have several tiles.
+_INTERPRETED = Config(64, 32, 32, num_warps=4)
 
-
-def choose(op: str, dtype: torch.dtype, arch: int, dropout: bool) -> Config:
-    return configs.choose(op, 0, dtype, arch, "masked" if dropout else "plain")
+TABLE: dict[Key, Config] = (
+    {
+        (op, 0, "half", arch, variant): config
+        for variant, archs in (("plain", _HALF), ("masked", _HALF_MASKED))
+        for arch, ops in archs.items()
+        for op, config in ops.items()
+    }
+    | {
+        (op, 0, precision, arch, variant): config
+        for precision, config in (("tf32", _TF32), ("ieee", _IEEE))
+        for arch in (80, 90, 100)
+        for op in GEMMS
+        for variant in ("plain", "masked")
+    }
+    | {
+        (op, 0, precision, INTERPRETER, variant): _INTERPRETED
+        for precision in ("half", "tf32", "ieee")
+        for op in GEMMS
+        for variant in ("plain", "masked")
+    }
+)

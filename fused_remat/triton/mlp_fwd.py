@@ -43,8 +43,9 @@ def pre_activations(
 
     A plain layer has no w_gate; its `gate` is `up`.
     """
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # Sums start at the bias: behind the loop it would want registers next to two accumulators.
+    up = with_bias(tl.zeros((BLOCK_M, BLOCK_N), tl.float32), b_up, f0, features, BLOCK_N)
+    gate = with_bias(tl.zeros((BLOCK_M, BLOCK_N), tl.float32), b_gate, f0, features, BLOCK_N)
     for d0 in tl.range(0, depth, BLOCK_K, warp_specialize=WARP_SPECIALIZE):
         a = operand(x, m0, d0, rows, depth, x_row, x_col, BLOCK_M, BLOCK_K, X_ACCESS, EVEN, WIDE)
         b = operand(w_up, f0, d0, features, depth, w_up_row, w_up_col, BLOCK_N, BLOCK_K, W_UP_ACCESS, EVEN, WIDE)
@@ -54,11 +55,10 @@ def pre_activations(
                 w_gate, f0, d0, features, depth, w_gate_row, w_gate_col, BLOCK_N, BLOCK_K, W_GATE_ACCESS, EVEN, WIDE
             )
             gate = tl.dot(a, b.T, gate, input_precision=PRECISION)
-    up = with_bias(up, b_up, f0, features, BLOCK_N).to(DTYPE)
     if w_gate is not None:
-        return up, with_bias(gate, b_gate, f0, features, BLOCK_N).to(DTYPE)
+        return up.to(DTYPE), gate.to(DTYPE)
     else:
-        return up, up
+        return up.to(DTYPE), up.to(DTYPE)
 
 
 @triton.jit(do_not_specialize=CHUNK_ARGUMENTS)
