@@ -85,7 +85,9 @@ def tests(settings: Settings, seconds: float) -> dict[str, Any]:
     if not _has("pytest"):
         return {"status": "skipped", "reason": "pytest is not installed"}
     options = ["-m", "gpu", "-q", "-rfE", "-p", "no:cacheprovider", "-W", "default", "--tb=short"]
-    options += [] if _has("pytest_timeout") else ["-o", "timeout="]
+    # Most of the time is the compiling of kernels, one by one in each process.
+    jobs = max(1, min(8, (os.cpu_count() or 1) // 2))
+    options += ["-n", str(jobs)] if _has("xdist") and not settings.dry else []
     done = run([sys.executable, "-m", "pytest", *options, *settings.tests], seconds, {"COLUMNS": "300"})
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", done.output)}
     found = {"counts": counts, "seconds": done.seconds}

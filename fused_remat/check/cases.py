@@ -27,9 +27,10 @@ class Sizes:
     hidden: int
     head: int
     workspace: int = 16 * 1024
+    batch: int = 2
 
 
-TINY = Sizes(tokens=5, width=6, hidden=7, head=4, workspace=1024)  # for finite differences
+TINY = Sizes(tokens=5, width=6, hidden=7, head=4, workspace=1024, batch=1)  # for finite differences
 SMALL = Sizes(tokens=63, width=33, hidden=129, head=18)
 LARGE = Sizes(tokens=341, width=129, hidden=341, head=72, workspace=256 * 1024)
 
@@ -89,10 +90,14 @@ def _mlp(name: str, *, gated: bool = False, bias: bool = True, norm: str | None 
 def _attention(name: str, *, mask: str = "", kv_heads: int = 4, more_keys: int = 0, **settings: Any) -> Case:
     def shapes(s: Sizes) -> Mapping[str, tuple[int, ...]]:
         keys = s.tokens + more_keys
-        made = {"q": (2, 4, s.tokens, s.head), "k": (2, kv_heads, keys, s.head), "v": (2, kv_heads, keys, s.head)}
-        made |= {"bool_mask": (2, 1, s.tokens, keys)} if mask == "bool" else {}
+        made = {
+            "q": (s.batch, 4, s.tokens, s.head),
+            "k": (s.batch, kv_heads, keys, s.head),
+            "v": (s.batch, kv_heads, keys, s.head),
+        }
+        made |= {"bool_mask": (s.batch, 1, s.tokens, keys)} if mask == "bool" else {}
         made |= {"float_mask": (4, s.tokens, keys)} if mask == "float" else {}
-        return made | ({"padding": (2, keys)} if mask == "padding" else {})
+        return made | ({"padding": (s.batch, keys)} if mask == "padding" else {})
 
     def arguments(tensors: Tensors, s: Sizes) -> dict[str, Any]:
         names = {"bool_mask": "attn_mask", "float_mask": "attn_mask", "padding": "key_padding_mask"}
@@ -108,13 +113,13 @@ def _block(
 ) -> Case:  # fmt: skip
     def shapes(s: Sizes) -> Mapping[str, tuple[int, ...]]:
         rows = (4 + 2 * kv_heads) * s.head
-        made = {"x": (2, s.tokens, s.width), "w_in": (rows, s.width), "b_in": (rows,)}
+        made = {"x": (s.batch, s.tokens, s.width), "w_in": (rows, s.width), "b_in": (rows,)}
         made |= {"w_out": (s.width, 4 * s.head), "b_out": (s.width,)}
-        made |= {"memory": (2, s.tokens + 2, s.width)} if cross else {}
+        made |= {"memory": (s.batch, s.tokens + 2, s.width)} if cross else {}
         made |= {"norm_weight": (s.width,)} if norm else {}
         made |= {"q_norm": (s.head,), "k_norm": (s.head,)} if qk_norm else {}
         made |= {"cos": (s.tokens, s.head), "sin": (s.tokens, s.head)} if rotary else {}
-        return made | ({"padding": (2, s.tokens)} if padding else {})
+        return made | ({"padding": (s.batch, s.tokens)} if padding else {})
 
     def arguments(tensors: Tensors, s: Sizes) -> dict[str, Any]:
         get = tensors.get

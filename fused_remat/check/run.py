@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ DTYPES = {
 }
 LAW = "reference"  # what the other backends are compared with; its own gradients are checked all the same
 ERROR_FACTOR = 2.0
+_MOST_JOBS = 8
 # Units in the last place that are always allowed. fp32 results may add up in another order than torch's, and where they
 # cancel (the bias of keys) little but the rounding of the terms is left; half-precision sums are fp32 and rounded once.
 FLOOR_ULPS = {torch.float32: 4.0, torch.bfloat16: 0.25, torch.float16: 0.25}
@@ -41,17 +45,45 @@ class Row:
 
 
 def run(device: str, backend: str | None = None, cases: Sequence[Case] = CASES) -> Iterator[Row]:
-    """The rows as they come: every backend, or the one named, on every case."""
+    """The rows as they come: every backend, or the one named, on every case.
+
+    On a GPU the cases are shared among processes, since a first run spends its time compiling kernels, one by one.
+    """
+    jobs = max(1, min(_MOST_JOBS, (os.cpu_count() or 1) // 2)) if device == "cuda" else 1
+    if jobs == 1:
+        for case in cases:
+            yield from _rows(case, device, backend)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        shares = [pool.submit(_rows_of, CASES.index(case), device, backend) for case in cases]
+        for share in shares:
+            yield from share.result()
+
+
+def _rows_of(index: int, device: str, backend: str | None) -> list[Row]:
+    return list(_rows(CASES[index], device, backend))
+
+
+def _rows(case: Case, device: str, backend: str | None) -> Iterator[Row]:
     names = [backend] if backend else [name for name in dispatch.BACKENDS if name != LAW]
-    sizes = LARGE if device == "cuda" else SMALL
-    for case in cases:
-        for name in names if backend else (*names, LAW):
-            yield judged_row(case, "gradcheck", name, device, torch.float64, TINY, gradients_differ)
-        for dtype in DTYPES[device]:
-            label = str(dtype).removeprefix("torch.")
-            judge = Judge(case, device, dtype, sizes)
-            for name in (name for name in names if name != LAW):
-                yield judged_row(case, label, name, device, dtype, sizes, judge)
+    sizes = LARGE if device == "cuda" else _small(backend)
+    for name in names if backend else (*names, LAW):
+        yield judged_row(case, "gradcheck", name, device, torch.float64, _tiny(name, device), gradients_differ)
+    for dtype in DTYPES[device]:
+        label = str(dtype).removeprefix("torch.")
+        judge = Judge(case, device, dtype, sizes)
+        for name in (name for name in names if name != LAW):
+            yield judged_row(case, label, name, device, dtype, sizes, judge)
+
+
+def _small(backend: str | None) -> Sizes:
+    """On a CPU, where the one who is slow piece by piece is an interpreter."""
+    return replace(SMALL, workspace=LARGE.workspace) if backend == "triton" else SMALL
+
+
+def _tiny(backend: str, device: str) -> Sizes:
+    """For finite differences. An interpreter takes a second per piece, so that it gets all in one."""
+    return replace(TINY, workspace=LARGE.workspace) if (backend, device) == ("triton", "cpu") else TINY
 
 
 def unavailable(device: str, backend: str) -> list[str]:
@@ -105,13 +137,14 @@ def _outputs(case: Case, tensors: Tensors, sizes: Sizes, backend: str) -> tuple[
 
 def gradients_differ(case: Case, backend: str, device: str) -> str | None:
     """What torch.autograd.gradcheck says in float64, reruns of the same bits included; None if nothing."""
-    tensors = placed(case.tensors(TINY), device, torch.float64)
+    sizes = _tiny(backend, device)
+    tensors = placed(case.tensors(sizes), device, torch.float64)
     wanted = [name for name, t in tensors.items() if t.requires_grad]
 
     def function(*values: Tensor) -> tuple[Tensor, ...]:
         given = tensors | dict(zip(wanted, values, strict=True))
         # A row with nothing to attend to has lse -inf, which has no finite differences.
-        return tuple(o.masked_fill(o.isinf(), 0.0) for o in _outputs(case, given, TINY, backend))
+        return tuple(o.masked_fill(o.isinf(), 0.0) for o in _outputs(case, given, sizes, backend))
 
     try:
         gradcheck(function, [tensors[name] for name in wanted], fast_mode=True, rtol=1e-6, atol=1e-7)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -17,8 +23,15 @@ FAST = [name for name in dispatch.BACKENDS if name not in ("cpp", "reference")]
 GIB = 2**30
 
 
-def needs_memory(gib: float) -> None:
-    """Skip the test where the device has less than that free."""
-    free = torch.cuda.mem_get_info()[0] / GIB
-    if free < gib:
-        pytest.skip(f"needs {gib:.0f} GiB of GPU memory, {free:.0f} GiB are free")
+@contextmanager
+def alone(gib: float) -> Iterator[None]:
+    """Holds the device's large memory against tests of other processes; skips where less than that is free then."""
+    with open(Path(tempfile.gettempdir()) / "fused_remat_large_tests.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        free = torch.cuda.mem_get_info()[0] / GIB
+        if free < gib:
+            pytest.skip(f"needs {gib:.0f} GiB of GPU memory, {free:.0f} GiB are free")
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()

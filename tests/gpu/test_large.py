@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_device import needs_gpu, needs_memory
+from gpu_device import alone, needs_gpu
 
 import fused_remat
 from fused_remat import reference
 
 pytestmark = needs_gpu
 BEYOND = 2**31
+GIB_NEEDED = {"test_operands_of_attention": 90, "test_masks_and_probabilities": 30, "test_rows_of_an_mlp": 60}
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def memory(request):
+    with alone(GIB_NEEDED[request.node.originalname]):
+        yield
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -20,7 +27,6 @@ def randn(*shape: int) -> torch.Tensor:
 
 def test_operands_of_attention():
     """Many samples: the last ones lie beyond 2^31 elements of q, k, v, out and their gradients."""
-    needs_memory(90)
     batch, heads, length, width = 2**15 + 1, 8, 64, 128
     assert batch * heads * length * width > BEYOND
     q, k, v = (randn(batch, heads, length, width).requires_grad_() for _ in range(3))
@@ -37,7 +43,6 @@ def test_operands_of_attention():
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 def test_masks_and_probabilities(dropout_p):
     """One long sample: rows of the mask, and numbers of the dropout mask, beyond 2^31."""
-    needs_memory(30)
     length, heads, width = 65536, 2, 64
     assert length * length > BEYOND
     q, k, v = (randn(1, heads, length, width).requires_grad_() for _ in range(3))
@@ -69,7 +74,6 @@ def test_masks_and_probabilities(dropout_p):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_rows_of_an_mlp(gated):
-    needs_memory(60)
     rows, width, hidden = 2**21 + 129, 1024, 256
     assert rows * width > BEYOND
     x = randn(rows, width).requires_grad_()
