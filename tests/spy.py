@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 Calls = list[tuple[str, tuple]]  # op, arguments
+LEVEL3_BACKENDS = ("aten", "cpp", "triton")
 
 
 def registered() -> set[str]:
@@ -30,6 +31,12 @@ def snapshot(arguments):
         return torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), value.shape, value.stride())
 
     return tree_map(copy, arguments)
+
+
+def registered_for(backend: str) -> set[str]:
+    """Those ops, without level 3 of other backends."""
+    others = tuple(f"_{other}" for other in LEVEL3_BACKENDS if other != backend)
+    return {name for name in registered() if not name.endswith(others)}
 
 
 @contextmanager
