@@ -11,6 +11,8 @@ import triton.language as tl
 
 from fused_remat.triton.attention_delta import load_weights
 from fused_remat.triton.attention_tiles import (
+    corrected,
+    drop,
     kept,
     key_at,
     load_heads,
@@ -30,24 +32,19 @@ from fused_remat.triton.attention_tiles import (
 def load_rows(lse, correction, delta, batch, head, i, n, SPEC: tl.constexpr):
     """(row, correction, delta) of the queries `i`; beyond the last, those of a row with nothing to attend to."""
     row = row_units(load_row_numbers(lse, batch, head, i, n.length_q, float("-inf")), SPEC)
-    return (
-        row,
-        load_row_numbers(correction, batch, head, i, n.length_q, 0.0),
-        load_row_numbers(delta, batch, head, i, n.length_q, 0.0),
-    )
+    row_correction = load_row_numbers(correction, batch, head, i, n.length_q, 0.0)
+    row_delta = load_row_numbers(delta, batch, head, i, n.length_q, 0.0)
+    return corrected(row, row_correction, SPEC), row_correction, row_delta
 
 
 @triton.jit
-def gradient_of_scores(p, dp, delta, i, j, batch, head, dweights, n, SPEC: tl.constexpr):
-    """(dropped p / keep_scale, gradient of the masked scores), from p before dropout and dp = dout v^T."""
-    dropped = p
+def gradient_of_scores(p, dp, keep, delta, i, j, batch, head, dweights, n, SPEC: tl.constexpr):
+    """The gradient of the masked scores, from p before dropout and dp = dout v^T."""
     if SPEC.dweights:
         dp += load_weights(dweights, batch, head, i, j, n) * number(n.factor, SPEC)
     if SPEC.dropout:
-        keep = kept(i, j, batch, head, n)
-        dropped = tl.where(keep, p, 0.0)
-        dp = tl.where(keep, dp * number(n.keep_scale, SPEC), 0.0)
-    return dropped, p * (dp - delta)
+        dp = drop(dp * number(n.keep_scale, SPEC), keep, SPEC)
+    return p * (dp - delta)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -83,22 +80,17 @@ def attention_dkdv_kernel(
         dout_tile = load_heads(
             dout, batch, head, i0, n.length_q, SPEC.block_m, SPEC.value_width, SPEC.block_v, SPEC.even_q, SPEC
         )
+        keep = kept(i[None, :], j[:, None], batch, head, n, SPEC)
+        if SPEC.dv:  # before dp is made: fewer tiles at a time want registers
+            dropped = drop(p, keep, SPEC).to(dout_tile.dtype)
+            dv_sums = tl.dot(dropped, dout_tile, dv_sums, input_precision=SPEC.precision, out_dtype=SPEC.accumulate)
         if SPEC.dk:
             dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=SPEC.precision, out_dtype=SPEC.accumulate)
-            dropped, ds = gradient_of_scores(
-                p, dp, row_delta[None, :], i[None, :], j[:, None], batch, head, dweights, n, SPEC
+            ds = gradient_of_scores(
+                p, dp, keep, row_delta[None, :], i[None, :], j[:, None], batch, head, dweights, n, SPEC
             )
             ds = (ds * number(n.unit, SPEC)).to(q_tile.dtype)
             dk_sums = tl.dot(ds, q_tile, dk_sums, input_precision=SPEC.precision, out_dtype=SPEC.accumulate)
-        else:
-            dropped = p
-            if SPEC.dropout:
-                dropped = tl.where(kept(i[None, :], j[:, None], batch, head, n), p, 0.0)
-        if SPEC.dv:
-            dv_sums = tl.dot(
-                dropped.to(dout_tile.dtype), dout_tile, dv_sums, input_precision=SPEC.precision,
-                out_dtype=SPEC.accumulate,
-            )  # fmt: skip
     if SPEC.dv:
         if SPEC.dropout:
             dv_sums = dv_sums * number(n.keep_scale, SPEC)
@@ -133,7 +125,8 @@ def attention_dq_kernel(
         s = scores(q_tile, k_tile, i[:, None], j[None, :], batch, head, attn_mask, key_mask, n, SPEC)
         p = probabilities(s, row[:, None], row_correction[:, None], SPEC)
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=SPEC.precision, out_dtype=SPEC.accumulate)
-        _, ds = gradient_of_scores(p, dp, row_delta[:, None], i[:, None], j[None, :], batch, head, dweights, n, SPEC)
+        keep = kept(i[:, None], j[None, :], batch, head, n, SPEC)
+        ds = gradient_of_scores(p, dp, keep, row_delta[:, None], i[:, None], j[None, :], batch, head, dweights, n, SPEC)
         ds = (ds * number(n.unit, SPEC)).to(k_tile.dtype)
         sums = tl.dot(ds, k_tile, sums, input_precision=SPEC.precision, out_dtype=SPEC.accumulate)
     store_heads(dq, sums, batch, head, i0, n.length_q, SPEC.block_m, SPEC.width, SPEC.block_e, SPEC)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from fused_remat.triton.attention_tiles import (
+    drop,
     exponentials,
     is_large,
     kept,
@@ -43,8 +44,8 @@ def exponential_sums(
         s = scores(q_tile, k_tile, i[:, None], j[None, :], batch, head, attn_mask, key_mask, n, SPEC)
         p = exponentials(s, row[:, None], SPEC)
         total += tl.sum(p, 1)
-        if SPEC.dropout and (SPEC.rebuild or SPEC.dweights):
-            p = tl.where(kept(i[:, None], j[None, :], batch, head, n), p, 0.0)
+        if SPEC.rebuild or SPEC.dweights:
+            p = drop(p, kept(i[:, None], j[None, :], batch, head, n, SPEC), SPEC)
         if SPEC.dweights:
             weighed += tl.sum(p * load_weights(dweights, batch, head, i[:, None], j[None, :], n), 1)
         if SPEC.rebuild:

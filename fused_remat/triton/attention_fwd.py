@@ -7,6 +7,7 @@ import triton.language as tl
 
 from fused_remat.triton.attention_tiles import (
     LN2,
+    drop,
     exponentials,
     kept,
     key_at,
@@ -43,8 +44,7 @@ def attention_fwd_kernel(q, k, v, attn_mask, key_mask, out, lse, n, SPEC: tl.con
         shrink = exponentials(highest, shift, SPEC)
         total = total * shrink + tl.sum(p, 1)
         highest = above
-        if SPEC.dropout:
-            p = tl.where(kept(i[:, None], j[None, :], batch, head, n), p, 0.0)
+        p = drop(p, kept(i[:, None], j[None, :], batch, head, n, SPEC), SPEC)
         v_tile = load_heads(
             v, batch, kv_head, j0, n.length_k, SPEC.block_n, SPEC.value_width, SPEC.block_v, SPEC.even_k, SPEC
         )

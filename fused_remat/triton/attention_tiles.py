@@ -205,17 +205,20 @@ def load_heads(x, batch, head, row0, length, ROWS: tl.constexpr, WIDTH: tl.const
                EVEN: tl.constexpr, SPEC: tl.constexpr):  # fmt: skip
     """[ROWS, BLOCK] of `x`: rows from row0; zeros beyond its length and its width."""
     if SPEC.tma:
-        return x.load([batch.to(tl.int32), head.to(tl.int32), row0, 0]).reshape(ROWS, BLOCK)
-    base = x.ptr + batch * x.batch + head * x.head + row0.to(tl.int64) * x.row
-    row, col = offsets(ROWS, SPEC)[:, None], tl.arange(0, BLOCK)[None, :]
-    at = base + row * x.row + col
-    if EVEN and WIDTH == BLOCK:
-        return tl.load(at)
-    if EVEN:
-        return tl.load(at, mask=col < WIDTH, other=0.0)
-    if WIDTH == BLOCK:
-        return tl.load(at, mask=row0 + row < length, other=0.0)
-    return tl.load(at, mask=(row0 + row < length) & (col < WIDTH), other=0.0)
+        tile = x.load([batch.to(tl.int32), head.to(tl.int32), row0, 0]).reshape(ROWS, BLOCK)
+    else:
+        base = x.ptr + batch * x.batch + head * x.head + row0.to(tl.int64) * x.row
+        row, col = offsets(ROWS, SPEC)[:, None], tl.arange(0, BLOCK)[None, :]
+        at = base + row * x.row + col
+        if EVEN and WIDTH == BLOCK:
+            tile = tl.load(at)
+        elif EVEN:
+            tile = tl.load(at, mask=col < WIDTH, other=0.0)
+        elif WIDTH == BLOCK:
+            tile = tl.load(at, mask=row0 + row < length, other=0.0)
+        else:
+            tile = tl.load(at, mask=(row0 + row < length) & (col < WIDTH), other=0.0)
+    return tile
 
 
 @triton.jit
@@ -238,14 +241,18 @@ def load_row_numbers(x, batch, head, i, length, OTHER: tl.constexpr):
 def load_grid(x, batch, head, i, j, n, BY_ROW: tl.constexpr, IN_BOUNDS: tl.constexpr, OTHER: tl.constexpr):
     """`x` at the queries `i` and keys `j`, which broadcast; OTHER beyond the masked keys."""
     at = x.ptr + batch * x.batch + head * x.head + j.to(tl.int64) * x.col
-    if not BY_ROW:
-        if IN_BOUNDS:
-            return tl.load(at)
-        return tl.load(at, mask=j < n.masked_keys, other=OTHER)
-    at += i.to(tl.int64) * x.row
-    if IN_BOUNDS:
-        return tl.load(at, mask=i < n.length_q, other=OTHER)
-    return tl.load(at, mask=(i < n.length_q) & (j < n.masked_keys), other=OTHER)
+    if BY_ROW:
+        at += i.to(tl.int64) * x.row
+    # Comparing keys costs loads of several numbers at once.
+    if BY_ROW and IN_BOUNDS:
+        numbers = tl.load(at, mask=i < n.length_q, other=OTHER)
+    elif BY_ROW:
+        numbers = tl.load(at, mask=(i < n.length_q) & (j < n.masked_keys), other=OTHER)
+    elif IN_BOUNDS:
+        numbers = tl.load(at)
+    else:
+        numbers = tl.load(at, mask=j < n.masked_keys, other=OTHER)
+    return numbers
 
 
 # Scores and probabilities ---------------------------------------------------------------------------------------------
@@ -290,9 +297,10 @@ def in_band(i, j, n, SPEC: tl.constexpr):
 @triton.jit
 def exponentials(s, row, SPEC: tl.constexpr):
     """exp(s - row), both in the unit of the scores."""
+    exponents = s - row
     if SPEC.natural:
-        return tl.exp2((s - row) * LOG2E)
-    return tl.exp2(s - row)
+        exponents = exponents * LOG2E
+    return tl.exp2(exponents)
 
 
 @triton.jit
@@ -305,12 +313,20 @@ def row_units(lse, SPEC: tl.constexpr):
 
 
 @triton.jit
+def corrected(row, correction, SPEC: tl.constexpr):
+    """`row` with the correction in it; in natural units, beside a mask of -3e38, it would vanish there."""
+    if not SPEC.natural:
+        row = row + correction * LOG2E
+    return row
+
+
+@triton.jit
 def probabilities(s, row, correction, SPEC: tl.constexpr):
-    """exp(s - lse - correction) before dropout; row = row_units(lse), correction in natural units."""
+    """exp(s - lse - correction) before dropout, from a `corrected` row."""
+    exponents = s - row
     if SPEC.natural:
-        # Beside a mask of -3e38 the correction would vanish.
-        return tl.exp2((s - row - correction) * LOG2E)
-    return tl.exp2(s - (row + correction * LOG2E))
+        exponents = (exponents - correction) * LOG2E
+    return tl.exp2(exponents)
 
 
 @triton.jit
@@ -320,7 +336,18 @@ def is_large(lse):
 
 
 @triton.jit
-def kept(i, j, batch, head, n):
-    """Which probabilities dropout keeps."""
-    first = (batch * n.num_heads + n.head0 + head) * n.length_q
-    return dropout.kept(tl.load(n.seed), (first + i) * n.length_k + j, n.threshold)
+def kept(i, j, batch, head, n, SPEC: tl.constexpr):
+    """Which probabilities dropout keeps; None without dropout."""
+    keep = None
+    if SPEC.dropout:
+        first = (batch * n.num_heads + n.head0 + head) * n.length_q
+        keep = dropout.kept(tl.load(n.seed), (first + i) * n.length_k + j, n.threshold)
+    return keep
+
+
+@triton.jit
+def drop(values, keep, SPEC: tl.constexpr):
+    """`values` where `kept`; not scaled."""
+    if SPEC.dropout:
+        values = tl.where(keep, values, 0.0)
+    return values

@@ -11,6 +11,8 @@ import triton.language as tl
 from fused_remat.triton.attention_bwd import gradient_of_scores, load_rows
 from fused_remat.triton.attention_delta import exponential_sums
 from fused_remat.triton.attention_tiles import (
+    corrected,
+    drop,
     is_large,
     kept,
     load_heads,
@@ -55,14 +57,15 @@ def attention_weights_kernel(q, k, attn_mask, key_mask, lse, weights, repeats, n
             k, batch, kv_head, j0, n.length_k, SPEC.block_n, SPEC.width, SPEC.block_e, SPEC.even_k, SPEC
         )
         s = scores(q_tile, k_tile, i[:, None], j[None, :], batch, head, attn_mask, key_mask, n, SPEC)
-        p = probabilities(s, row[:, None], correction[:, None], SPEC)
-        if SPEC.dropout:
-            p = tl.where(kept(i[:, None], j[None, :], batch, head, n), p * number(n.keep_scale, SPEC), 0.0)
-        sums += p
+        p = probabilities(s, corrected(row, correction, SPEC)[:, None], correction[:, None], SPEC)
+        sums += drop(p, kept(i[:, None], j[None, :], batch, head, n, SPEC), SPEC)
+    factor = number(n.factor, SPEC)
+    if SPEC.dropout:
+        factor = factor * number(n.keep_scale, SPEC)
     at = weights.ptr + batch * weights.batch + owner.to(tl.int64) * weights.head
     at += i[:, None].to(tl.int64) * weights.row + j[None, :].to(tl.int64) * weights.col
     inside = (i[:, None] < n.length_q) & (j[None, :] < n.length_k)
-    tl.store(at, tl.load(at, mask=inside) + sums * number(n.factor, SPEC), mask=inside)
+    tl.store(at, tl.load(at, mask=inside) + sums * factor, mask=inside)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -133,7 +136,8 @@ def tile_gradient(
         v, batch, kv_head, j0, n.length_k, SPEC.block_n, SPEC.value_width, SPEC.block_v, SPEC.even_k, SPEC
     )
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=SPEC.precision, out_dtype=SPEC.accumulate)
-    _, ds = gradient_of_scores(p, dp, row_delta[:, None], i[:, None], j[None, :], batch, head, dweights, n, SPEC)
+    keep = kept(i[:, None], j[None, :], batch, head, n, SPEC)
+    ds = gradient_of_scores(p, dp, keep, row_delta[:, None], i[:, None], j[None, :], batch, head, dweights, n, SPEC)
     if SPEC.extra_keys:
         ds = tl.where(j[None, :] < n.masked_keys, ds, 0.0)
     return ds
