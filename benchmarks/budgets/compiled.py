@@ -55,6 +55,7 @@ class Compiler:
         triton.runtime.driver.set_active(self._driver)
         self._cache = tempfile.TemporaryDirectory()
         triton.knobs.cache.dir = self._cache.name
+        os.environ["FUSED_REMAT_CACHE"] = self._cache.name  # not the tiles that were tuned for this machine
         triton.knobs.nvidia.dump_ptxas_log = True
         torch.backends.cuda.matmul.allow_tf32 = True
 

@@ -155,27 +155,26 @@ def _mlp(width: int) -> Iterator[Case]:
     no_sums, sums = _empty(0, dtype=torch.float32), _empty(features, dtype=torch.float32)
     buffers = [_empty(ROWS, features) for _ in range(4)]
 
-    def forward(activation: str, *, gated: bool = False, p: float = 0.0) -> None:
+    def forward(activation: str, *, gated: bool, p: float, path: str | None = None) -> None:
         seed = _empty(1 if p else 0, dtype=torch.int64)
         given = (x, w_up, None, w_gate, None) if gated else (x, w_up, b_up, None, None)
-        hidden_buffer, scratch = buffers[0], buffers[1] if gated else nothing
-        mlp.mlp_fwd_chunk(*given, seed, activation, p, 0, 0, hidden, nothing, nothing, hidden_buffer, scratch)
+        to = (nothing, nothing, buffers[0], buffers[1] if gated else nothing)
+        mlp.mlp_fwd_chunk(*given, seed, activation, p, 0, 0, hidden, *to, path=path)
 
-    def backward(activation: str, *, gated: bool = False, p: float = 0.0) -> None:
+    def backward(activation: str, *, gated: bool, p: float, path: str | None = None) -> None:
         seed = _empty(1 if p else 0, dtype=torch.int64)
         given = (x, dy, w_up, w_down, None, w_gate, None) if gated else (x, dy, w_up, w_down, b_up, None, None)
-        hidden_buffer, dup, dgate, scratch = buffers if gated else (*buffers[:2], nothing, nothing)
-        mlp.mlp_bwd_chunk(
-            *given, nothing, nothing, seed, activation, p, 0, 0, hidden, hidden_buffer, dup, dgate, scratch,
-            no_sums if gated else sums, no_sums,
-        )  # fmt: skip
+        to = (*buffers, no_sums) if gated else (*buffers[:2], nothing, nothing, sums)
+        mlp.mlp_bwd_chunk(*given, nothing, nothing, seed, activation, p, 0, 0, hidden, *to, no_sums, path=path)
 
     for variant, p in (("plain", 0.0), ("dropout", 0.1)):
         for name, activation, gated in (("gelu", "gelu", False), ("gated silu", "silu", True)):
             for call in (forward, backward):
-                yield Case(
-                    f"D={width} {name} {variant}", variant, functools.partial(call, activation, gated=gated, p=p)
-                )
+                run = functools.partial(call, activation, gated=gated, p=p)
+                yield Case(f"D={width} {name} {variant}", variant, run)
+                if width == MODEL_WIDTHS[0]:  # one pass over what library products made: of any width
+                    run = functools.partial(run, path="elementwise")
+                    yield Case(f"D={width} {name} {variant}, products apart", variant, run)
 
 
 def _rows() -> Iterator[Case]:
