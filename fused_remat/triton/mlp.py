@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_remat.triton import launch, mlp_configs
+from fused_remat.triton import configs, launch, mlp_configs
 from fused_remat.triton.configs import Config, dtype_class
 from fused_remat.triton.dropout import drop_threshold
 from fused_remat.triton.mlp_bwd import mlp_dact_kernel, mlp_dhidden_kernel, mlp_fused_kernel
@@ -127,15 +128,17 @@ def _overflows(offset: int) -> bool:
     return offset >= 2**31
 
 
-@lru_cache(maxsize=4096)
+@configs.plan_cache
 def _plan(
     op: str,
     keys: tuple[Key | None, ...],
     row_strides: tuple[int, ...],
     dtype: torch.dtype,
     precision: str,
-    config: Config,
+    arch: int,
+    dropout: bool,
 ) -> Plan:
+    config = configs.choose(op, 0, dtype, arch, "masked" if dropout else "plain")
     names = _OPERANDS[op]
     blocks = tuple((config.block_n if name.startswith("W") else config.block_m, config.block_k) for name in names)
     accesses = tuple(None if key is None else _access(key, dtype.itemsize, config.tma) for key in keys)
@@ -164,11 +167,10 @@ def _plan(
 def _gemm_plan(
     op: str, operands: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...], dropping: Dropping
 ) -> Plan:
-    first = operands[0]
-    config = mlp_configs.choose(op, first.dtype, arch_of(first), dropping.seed is not None)
+    x = operands[0]
     row_strides = tuple(t.stride(0) for t in outputs if t is not None)
     keys = tuple(_key(operand) for operand in operands)
-    return _plan(op, keys, row_strides, first.dtype, dtype_class(first.dtype), config)
+    return _plan(op, keys, row_strides, x.dtype, dtype_class(x.dtype), arch_of(x), dropping.seed is not None)
 
 
 def _operand_args(operands: tuple[Tensor | None, ...], plan: Plan) -> list:
@@ -312,7 +314,7 @@ def mlp_bwd_chunk(
     buffers = Buffers(hidden, *(t if t.numel() > 0 else None for t in (dup, dgate, db_up, db_gate)))
     features, kept = hidden.shape[1], (up, gate)
     bounds = sorted({0, features, *(t.shape[1] for t in kept)})
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         parts, w_down_part, place = (layer, buffers), w_down, dropping
         if stop - start < features:
             parts = (layer.features(start, stop), buffers.features(start, stop))

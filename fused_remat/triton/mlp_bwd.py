@@ -179,8 +179,7 @@ def mlp_dact_kernel(
     """The elementwise half of backward; fp64 in fp64."""
     block_m, block_n = block_of(tl.program_id(0), rows, features, SUM_ROWS, BLOCK_N)
     col = block_n * BLOCK_N
-    DTYPE: tl.constexpr = hidden.dtype.element_ty
-    WIDE_DTYPE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    WIDE_DTYPE: tl.constexpr = tl.float64 if hidden.dtype.element_ty == tl.float64 else tl.float32
     all_sums_up = tl.zeros((BLOCK_N,), WIDE_DTYPE)
     all_sums_gate = tl.zeros((BLOCK_N,), WIDE_DTYPE)
     for row in range(block_m * SUM_ROWS, tl.minimum((block_m + 1) * SUM_ROWS, rows), BLOCK_M):

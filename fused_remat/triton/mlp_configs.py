@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fused_remat.triton.configs import Config, Key, architecture_row, dtype_class
+from fused_remat.triton.configs import Config, Key, dtype_class
 from fused_remat.triton.targets import INTERPRETER
 
 # Up to this mean width of x and dy, writing pre-activations and reading them again costs more than what narrower tiles
@@ -42,11 +42,6 @@ def backward_path(depth: int, depth_out: int, dtype: torch.dtype, arch: int) -> 
     return "fused" if narrow and dtype_class(dtype) == "half" else "epilogue"
 
 
-def choose(op: str, dtype: torch.dtype, arch: int, dropout: bool) -> Config:
-    """The configuration of a GEMM kernel; `op` is one of `GEMMS`."""
-    return TABLE[op, 0, dtype_class(dtype), architecture_row(arch), "masked" if dropout else "plain"]
-
-
 def parts(op: str, config: Config) -> int:
     """Groups of columns that an epilogue works through: on a whole accumulator it would spill."""
     return max(1, config.block_n // (16 if op == "mlp_triple" else 32))
@@ -74,7 +69,7 @@ _HALF = {
 }
 _HALF[100] = _HALF[90]
 _HALF_MASKED = {
-    80: _HALF[80],
+    80: _HALF[80] | {"mlp_dual": Config(128, 64, 32, num_stages=4)},
     90: {
         "mlp_fwd": Config(128, 128, 64, num_stages=3, tma=True),
         "mlp_fwd_gated": Config(128, 128, 64, num_stages=3, tma=True),

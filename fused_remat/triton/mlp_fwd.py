@@ -1,4 +1,4 @@
-"""Forward kernels of an MLP tile: pre-activation GEMM(s) with bias, activation, gate product and dropout behind them."""
+"""Forward kernels of an MLP tile: GEMMs for pre-activations; activation, gate product and dropout behind them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def mlp_act_kernel(
     block_m, block_n = block_of(tl.program_id(0), rows, features, BLOCK_M, BLOCK_N)
     row, col = block_m * BLOCK_M, block_n * BLOCK_N
     DTYPE: tl.constexpr = hidden.dtype.element_ty
-    WIDE_DTYPE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    WIDE_DTYPE: tl.constexpr = tl.float64 if hidden.dtype.element_ty == tl.float64 else tl.float32
     made = load_pre(up, up_row, b_up, row, col, rows, features, WIDE_DTYPE, BLOCK_M, BLOCK_N, WIDE)
     if kept_up is not None:
         inside = within(row, col, rows, keep_up, BLOCK_M, BLOCK_N)

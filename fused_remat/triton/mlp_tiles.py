@@ -88,7 +88,7 @@ def part_of(tile, PART: tl.constexpr, PARTS: tl.constexpr):
     """The PART-th of PARTS (1, 2, 4 or 8) groups of columns: an epilogue on a whole accumulator spills registers."""
     part = tile
     for level in tl.static_range(3):
-        if PARTS > 2**level:
+        if 2**level < PARTS:
             left, right = tl.split(tl.permute(tl.reshape(part, (part.shape[0], 2, part.shape[1] // 2)), (0, 2, 1)))
             part = left if PART // (PARTS // 2 ** (level + 1)) % 2 == 0 else right
     return part

@@ -78,9 +78,7 @@ def normalize_rows_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mean, by = row_statistics(
-        rows, row, rows_row, rows_col, n_rows, width, LAYER_NORM, EPS, DTYPE, ROWS, BLOCK, PADDED
-    )
+    mean, by = row_statistics(rows, row, rows_row, rows_col, n_rows, width, LAYER_NORM, EPS, DTYPE, ROWS, BLOCK, PADDED)
     for start in range(0, PADDED, BLOCK):
         x, inside = row_block(rows, row, rows_row, rows_col, start, n_rows, width, DTYPE, BLOCK)
         normalized = (x - mean[:, None]) * by[:, None]
@@ -104,9 +102,7 @@ def row_gradient_statistics_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mean, by = row_statistics(
-        rows, row, rows_row, rows_col, n_rows, width, LAYER_NORM, EPS, DTYPE, ROWS, BLOCK, PADDED
-    )
+    mean, by = row_statistics(rows, row, rows_row, rows_col, n_rows, width, LAYER_NORM, EPS, DTYPE, ROWS, BLOCK, PADDED)
     total = tl.zeros((ROWS,), DTYPE)
     along = tl.zeros((ROWS,), DTYPE)
     for start in range(0, PADDED, BLOCK):
@@ -177,7 +173,7 @@ def _check_kind(kind: str) -> None:
 def _blocks(width: int) -> dict[str, int]:
     block = min(triton.next_power_of_2(width), MAX_BLOCK)
     return {
-        "ROWS": max(1, TILE // block // 4),
+        "ROWS": max(1, TILE // block),
         "BLOCK": block,
         "PADDED": triton.cdiv(width, block) * block,
         "num_warps": 4 if block < MAX_BLOCK else 8,
