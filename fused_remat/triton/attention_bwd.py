@@ -65,8 +65,8 @@ def attention_dkdv_kernel(
         v_tile = load_heads(
             v, batch, kv_head, j0, n.length_k, SPEC.block_n, SPEC.value_width, SPEC.block_v, SPEC.even_k, SPEC
         )
-        dk_sums = tl.zeros([SPEC.block_n, SPEC.block_e], SPEC.accumulate)
-    dv_sums = tl.zeros([SPEC.block_n, SPEC.block_v], SPEC.accumulate)
+        dk_sums = tl.full([SPEC.block_n, SPEC.block_e], 0.0, SPEC.accumulate)
+    dv_sums = tl.full([SPEC.block_n, SPEC.block_v], 0.0, SPEC.accumulate)
     first, tiles = visible_queries(j0, n, SPEC)
     # One flat loop over heads and tiles: nested ones cost registers.
     for step in tl.range(0, n.group * tiles, warp_specialize=SPEC.warp_specialize):
@@ -111,7 +111,7 @@ def attention_dq_kernel(
         dout, batch, head, i0, n.length_q, SPEC.block_m, SPEC.value_width, SPEC.block_v, SPEC.even_q, SPEC
     )
     row, row_correction, row_delta = load_rows(lse, correction, delta, batch, head, i, n, SPEC)
-    sums = tl.zeros([SPEC.block_m, SPEC.block_e], SPEC.accumulate)
+    sums = tl.full([SPEC.block_m, SPEC.block_e], 0.0, SPEC.accumulate)
     first, in_band, resume, steps = visible_keys(i0, n, SPEC)
     for step in tl.range(0, steps, warp_specialize=SPEC.warp_specialize):
         j0 = key_at(step, first, in_band, resume, SPEC)

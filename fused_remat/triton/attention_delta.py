@@ -31,9 +31,9 @@ def exponential_sums(
     kv_head = head // n.group
     i = i0 + tl.arange(0, SPEC.block_m)
     q_tile = load_heads(q, batch, head, i0, n.length_q, SPEC.block_m, SPEC.width, SPEC.block_e, SPEC.even_q, SPEC)
-    total = tl.zeros([SPEC.block_m], SPEC.accumulate)
-    weighed = tl.zeros([SPEC.block_m], SPEC.accumulate)
-    sums = tl.zeros([SPEC.block_m, SPEC.block_v], SPEC.accumulate)
+    total = tl.full([SPEC.block_m], 0.0, SPEC.accumulate)
+    weighed = tl.full([SPEC.block_m], 0.0, SPEC.accumulate)
+    sums = tl.full([SPEC.block_m, SPEC.block_v], 0.0, SPEC.accumulate)
     first, in_band, resume, steps = visible_keys(i0, n, SPEC)
     for step in tl.range(0, steps * passes, warp_specialize=SPEC.warp_specialize):
         j0 = key_at(step, first, in_band, resume, SPEC)

@@ -27,8 +27,8 @@ def attention_fwd_kernel(q, k, v, attn_mask, key_mask, out, lse, n, SPEC: tl.con
     i = i0 + tl.arange(0, SPEC.block_m)
     q_tile = load_heads(q, batch, head, i0, n.length_q, SPEC.block_m, SPEC.width, SPEC.block_e, SPEC.even_q, SPEC)
     highest = tl.full([SPEC.block_m], float("-inf"), SPEC.accumulate)
-    total = tl.zeros([SPEC.block_m], SPEC.accumulate)
-    sums = tl.zeros([SPEC.block_m, SPEC.block_v], SPEC.accumulate)
+    total = tl.full([SPEC.block_m], 0.0, SPEC.accumulate)
+    sums = tl.full([SPEC.block_m, SPEC.block_v], 0.0, SPEC.accumulate)
     first, in_band, resume, steps = visible_keys(i0, n, SPEC)
     for step in tl.range(0, steps, warp_specialize=SPEC.warp_specialize):
         j0 = key_at(step, first, in_band, resume, SPEC)

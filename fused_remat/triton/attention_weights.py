@@ -40,7 +40,7 @@ def attention_weights_kernel(q, k, attn_mask, key_mask, lse, weights, repeats, n
     batch = (place // owners).to(tl.int64)
     i = i0 + tl.arange(0, SPEC.block_m)
     j = j0 + tl.arange(0, SPEC.block_n)
-    sums = tl.zeros([SPEC.block_m, SPEC.block_n], SPEC.accumulate)
+    sums = tl.full([SPEC.block_m, SPEC.block_n], 0.0, SPEC.accumulate)
     first, tiles = visible_queries(j0, n, SPEC)
     seen = (i0 // SPEC.block_m >= first) & (i0 // SPEC.block_m < first + tiles)
     for step in tl.range(0, tl.where(seen, repeats, 0)):
@@ -87,7 +87,7 @@ def attention_dmask_kernel(
     own_head = (place % own_heads).to(tl.int64)
     own_batch = (place // own_heads).to(tl.int64)
     first_k, count_k, first_q, count_q = visited_tiles(own_k, tiles_k, own_q, tiles_q, n, SPEC)
-    sums = tl.zeros([SPEC.block_m, SPEC.block_n], SPEC.accumulate)
+    sums = tl.full([SPEC.block_m, SPEC.block_n], 0.0, SPEC.accumulate)
     for step in tl.range(0, batches * heads * count_q * count_k):
         j0 = (first_k + step % count_k) * SPEC.block_n
         i0 = (first_q + step // count_k % count_q) * SPEC.block_m
