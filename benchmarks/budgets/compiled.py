@@ -57,7 +57,7 @@ class Compiler:
         triton.knobs.cache.dir = self._cache.name
         os.environ["FUSED_REMAT_CACHE"] = self._cache.name  # not the tiles that were tuned for this machine
         triton.knobs.nvidia.dump_ptxas_log = True
-        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
 
     def measure(self, launch: Launch, arch: int) -> dict[str, Any]:
         """The fields of a `Budget`, or its names and an "error"."""

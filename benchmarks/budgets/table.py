@@ -88,7 +88,7 @@ def unlawful(budget: Budget, reasons: Mapping[str, str]) -> list[str]:
             found.append(f"{budget.key} ({budget.tiles}): {got} {what}, allowed {allowed}")
 
     stack = STACK_LIMIT.get(budget.variant, 0)
-    if budget.stack_bytes and stack and budget.key not in reasons:
+    if 0 < budget.stack_bytes <= stack and budget.key not in reasons:
         found.append(
             f"{budget.key} ({budget.tiles}): {budget.stack_bytes} bytes of stack without a reason in {PATH.name}"
         )
