@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_remat.triton import configs, launch, targets
 from fused_remat.triton.attention_bwd import attention_dkdv_kernel, attention_dq_kernel
+from fused_remat.triton.attention_configs import without_tma
 from fused_remat.triton.attention_delta import attention_delta_kernel
 from fused_remat.triton.attention_fwd import attention_fwd_kernel
 from fused_remat.triton.attention_tiles import Grid, Heads, Numbers, Rows, Spec
@@ -53,7 +54,10 @@ def plan(op: str, facts: Facts, flags: tuple[tuple[str, bool], ...]) -> tuple[Sp
     given = dict(flags)
     extras = bool(facts.attn_mask or facts.key_mask) + facts.dropout + given.get("dweights", False)
     variant = ("plain", "masked", "everything")[min(extras, 2)]
-    config = configs.choose(op, max(facts.width, facts.value_width), facts.dtype, facts.arch, variant)
+    key = op, max(facts.width, facts.value_width), facts.dtype, facts.arch
+    config = configs.choose(*key, variant)
+    if config.tma and not facts.tma:
+        config = configs.choose(*key, without_tma(variant))
     spec = Spec(
         block_m=config.block_m,
         block_n=config.block_n,

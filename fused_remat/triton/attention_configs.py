@@ -6,6 +6,8 @@ want registers of their own, hence smaller tiles.
 
 from __future__ import annotations
 
+from itertools import product
+
 from fused_remat.triton.configs import Config, Key
 from fused_remat.triton.targets import INTERPRETER
 
@@ -13,17 +15,20 @@ OPS = ("attention_fwd", "attention_delta", "attention_dkdv", "attention_dq", "at
 WIDTHS = (64, 128, 256)  # of q or v, the wider; rounded up to one of these
 VARIANTS = ("plain", "masked", "everything")
 
-# op -> variant -> architecture -> (queries, keys) or (queries, keys, stages) for each of WIDTHS
-_HALF = {
+# (queries, keys[, stages = 2[, tma]]); tma is on by default from 90 on.
+Tile = tuple[int, ...]
+
+# op -> variant -> architecture -> a tile for each of WIDTHS
+_HALF: dict[str, dict[str, dict[int, tuple[Tile, Tile, Tile]]]] = {
     "attention_fwd": {
         "plain": {
             80: ((128, 64), (128, 64, 3), (64, 32)),
-            90: ((128, 128), (128, 64), (128, 32)),
+            90: ((128, 128), (128, 128), (128, 64)),
             100: ((128, 128), (128, 128), (128, 64)),
         },
         "masked": {
             80: ((128, 32), (64, 32), (64, 16)),
-            90: ((128, 64), (128, 32), (64, 32)),
+            90: ((128, 64), (128, 64), (128, 32)),
             100: ((128, 64), (128, 64), (64, 64)),
         },
         "everything": {
@@ -35,12 +40,12 @@ _HALF = {
     "attention_delta": {
         "plain": {
             80: ((128, 64), (128, 64, 3), (64, 32)),
-            90: ((128, 128), (128, 64), (64, 64)),
+            90: ((128, 128), (128, 128), (128, 64)),
             100: ((128, 128), (128, 128), (64, 64)),
         },
         "masked": {
             80: ((128, 32), (64, 32), (64, 16)),
-            90: ((128, 64), (128, 32), (64, 32)),
+            90: ((128, 64), (128, 64), (64, 64)),
             100: ((128, 64), (128, 64), (64, 64)),
         },
         "everything": {
@@ -52,16 +57,16 @@ _HALF = {
     "attention_dkdv": {
         "plain": {
             80: ((64, 128), (64, 64), (32, 64)),
-            90: ((64, 128), (64, 128), (32, 64)),
+            90: ((64, 128), (64, 128), (32, 64, 2, False)),
             100: ((64, 128), (64, 128), (32, 64)),
         },
         "masked": {
             80: ((32, 128), (32, 64), (16, 32)),
-            90: ((32, 128), (32, 128), (16, 64)),
+            90: ((64, 128), (32, 128, 2, False), (16, 64)),
             100: ((32, 128), (32, 128), (32, 64)),
         },
         "everything": {
-            80: ((32, 128), (32, 64), (16, 32)),
+            80: ((32, 64), (32, 64), (16, 32)),
             90: ((32, 128), (16, 128), (16, 64)),
             100: ((32, 128), (32, 128), (32, 64)),
         },
@@ -69,7 +74,7 @@ _HALF = {
     "attention_dq": {
         "plain": {
             80: ((128, 64), (64, 64), (64, 32)),
-            90: ((128, 128), (128, 64), (64, 32)),
+            90: ((128, 128), (128, 64), (64, 64)),
             100: ((128, 128), (64, 128), (64, 64)),
         },
         "masked": {
@@ -80,31 +85,39 @@ _HALF = {
         "everything": {
             80: ((64, 32), (64, 32), (32, 32)),
             90: ((128, 32), (128, 32), (64, 16)),
-            100: ((128, 64), (64, 64), (64, 32)),
+            100: ((64, 64), (64, 64), (64, 32)),
         },
     },
 }
 _HALF["attention_dmask"] = _HALF["attention_weights"] = _HALF["attention_dq"]
 
-# float32 and float64: a tile for each of WIDTHS, whatever the op.
-_TF32 = ((64, 32), (32, 32), (16, 16))
+# float32 on tensor cores: a tile for each of WIDTHS.
+_TF32 = {"attention_dkdv": ((32, 64), (32, 64), (16, 16))}
+_TF32_ELSE = ((64, 64), (64, 32), (32, 32))
+# Other float32 and float64.
 _IEEE = ((32, 32), (16, 16), (16, 16))
 # So small that the shapes of tests cross the edges of tiles.
 _INTERPRETED = (64, 32)
 
 
+def without_tma(variant: str) -> str:
+    """The variant whose tiles have the registers for addresses too."""
+    return "masked" if variant == "plain" else "everything"
+
+
+def _half(arch: int, queries: int, keys: int, stages: int = 2, tma: bool = True) -> Config:
+    return Config(queries, keys, num_stages=stages, tma=tma and arch >= 90)
+
+
 def _rows() -> dict[Key, Config]:
     rows: dict[Key, Config] = {}
-    for op in OPS:
-        for variant in VARIANTS:
-            for place, width in enumerate(WIDTHS):
-                for precision in ("half", "tf32", "ieee"):
-                    rows[op, width, precision, INTERPRETER, variant] = Config(*_INTERPRETED, num_warps=4)
-                for arch, tiles in _HALF[op][variant].items():
-                    queries, keys, *stages = tiles[place]
-                    rows[op, width, "half", arch, variant] = Config(queries, keys, num_stages=(*stages, 2)[0])
-                    rows[op, width, "tf32", arch, variant] = Config(*_TF32[place], num_warps=4)
-                    rows[op, width, "ieee", arch, variant] = Config(*_IEEE[place], num_warps=4, num_stages=1)
+    for op, variant, (place, width) in product(OPS, VARIANTS, enumerate(WIDTHS)):
+        for precision in ("half", "tf32", "ieee"):
+            rows[op, width, precision, INTERPRETER, variant] = Config(*_INTERPRETED, num_warps=4)
+        for arch, tiles in _HALF[op][variant].items():
+            rows[op, width, "half", arch, variant] = _half(arch, *tiles[place])
+            rows[op, width, "tf32", arch, variant] = Config(*_TF32.get(op, _TF32_ELSE)[place])
+            rows[op, width, "ieee", arch, variant] = Config(*_IEEE[place], num_warps=4, num_stages=1)
     return rows
 
 

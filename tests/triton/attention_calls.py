@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fused_remat import ops
-from fused_remat.triton import attention, configs
+from fused_remat.triton import attention, configs, launch
+from fused_remat.triton.attention_tiles import Spec
 
 needs_extension = f"the compiled extension is not available: {ops.ready()}" if ops.ready() else None
 Named = dict[str, Tensor]
@@ -202,3 +203,17 @@ def forced(config: configs.Config) -> Iterator[None]:
             yield
     finally:
         attention.plan.cache_clear()
+
+
+@contextmanager
+def launched() -> Iterator[list[Spec]]:
+    """What the kernels were compiled for that ran inside the `with` block."""
+    specs: list[Spec] = []
+    start = launch.launch_hook
+
+    def note(kernel, grid, args, meta) -> None:
+        specs.append(meta["SPEC"])
+        start(kernel, grid, args, meta)
+
+    with launch.replaced(note):
+        yield specs

@@ -317,3 +317,34 @@ def test_forward_and_backward_on_different_backends_agree(settings):
     ours, mixed = calls.run("cpp", case, given), calls.run("cpp", case, given, forward_by="triton")
     for name, expected in ours.items():
         torch.testing.assert_close(mixed[name], expected, rtol=1e-4, atol=1e-5)
+
+
+# Tensor descriptors --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_tensor_descriptors_load_what_pointers_do(settings):
+    case = SETTINGS[settings].but(length_q=33, width=24, value_width=40)
+    given = calls.operands(case)
+    given["k"] = given["k"].transpose(1, 2).contiguous().transpose(1, 2)
+    made = []
+    for tma in (True, False):
+        with calls.forced(Config(32, 32, tma=tma)), calls.launched() as kernels:
+            made.append(calls.run("triton", case, given, weights_of="b1ij"))
+        assert all(spec.tma == tma for spec in kernels)
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+
+
+@pytest.mark.parametrize("name", ("odd rows", "odd start", "no stride", "reversed dims"))
+def test_layouts_that_descriptors_cannot_describe_go_by_pointers(name):
+    case = Case(width=16, value_width=16)
+    given = calls.operands(case)
+    given["k"] = {
+        "odd rows": torch.randn(2, 1, 35, 17)[..., :16],
+        "odd start": torch.randn(2, 1, 36, 16).flatten()[3 : 3 + 2 * 35 * 16].view(2, 1, 35, 16),
+        "no stride": torch.randn(1, 1, 35, 16).expand(2, 1, 35, 16),
+        "reversed dims": torch.randn(1, 35, 2, 16).permute(2, 0, 1, 3),
+    }[name]
+    with calls.forced(Config(32, 32, tma=True)), calls.launched() as kernels:
+        calls.check(case, given)
+    assert kernels and all(spec.tma == (name == "reversed dims") for spec in kernels)
