@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import pytest
 import spy
@@ -51,7 +52,8 @@ def broken(monkeypatch, name: str, breaks):
 
 
 @pytest.mark.slow
-def test_everything_passes_here(run_command):
+def test_everything_passes_here(run_command, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # an interpreter would take minutes
     result = run_command("--device", "cpu", "--json")
     printed = json.loads(result.stdout)
     wrong = [row for row in printed["rows"] if row["passed"] is False]
@@ -83,6 +85,16 @@ def test_a_named_backend_is_the_only_one(run_command, monkeypatch):
     assert result.exit_code == 0
     assert {row["backend"] for row in rows} == {"aten"}
     assert [row["check"] for row in rows] == ["gradcheck", "float32", "bfloat16"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("op, name", [("mlp", "gated silu"), ("attention", "causal, grouped heads")])
+def test_triton_kernels_pass_in_the_interpreter(op, name):
+    rows = list(check.run("cpu", "triton", [case_of(op, name)]))
+    assert [(row.check, row.passed) for row in rows if row.check != "bfloat16"] == [
+        ("gradcheck", True), ("float32", True)
+    ], rows  # fmt: skip
 
 
 # What is wrong
