@@ -15,9 +15,10 @@ from fused_remat.triton import launch
 from fused_remat.triton.norm import TRITON_DTYPES
 from fused_remat.triton.sums import column_sums
 
-BLOCK_L = 32
-# Row blocks whose gradients of the norm's weight go to one partial sum.
-SUM_BLOCKS = 4
+# Elements of a program's block of rows, and its most rows.
+TILE, MAX_ROWS = 2048, 32
+# Rows whose gradients of the norm's weight go to one partial sum.
+SUM_ROWS = 128
 
 
 @triton.jit
@@ -164,6 +165,10 @@ def _rotation(cos: Tensor | None, sin: Tensor | None) -> tuple:
     return tuple(arg for t in (cos, sin) for arg in (t, 0 if t.shape[0] == 1 else t.stride(0), *t.stride()[1:]))
 
 
+def _block_rows(width: int) -> int:
+    return max(1, min(MAX_ROWS, TILE // triton.next_power_of_2(width)))
+
+
 def _pairs(width: int, rotary: int, interleaved: bool) -> dict[str, int]:
     return {
         "E": width,
@@ -188,14 +193,15 @@ def transform_heads(
     if heads.numel() == 0 or (norm_weight is None and cos is None):
         return
     batch, n_heads, length, width = heads.shape
+    block_rows = _block_rows(width)
     launch.launch(
         transform_heads_kernel,
-        (batch * n_heads * triton.cdiv(length, BLOCK_L),),
+        (batch * n_heads * triton.cdiv(length, block_rows),),
         *(heads, *heads.stride()[:3], norm_weight, *_rotation(cos, sin), n_heads, length),
         EPS=eps,
         DTYPE=tl.float64 if heads.dtype == torch.float64 else tl.float32,
         **_pairs(width, 0 if cos is None else cos.shape[-1], interleaved),
-        BLOCK_L=BLOCK_L,
+        BLOCK_L=block_rows,
         num_warps=4,
     )
 
@@ -214,8 +220,10 @@ def transform_heads_bwd(
     if dheads.numel() == 0 or (norm_weight is None and cos is None):
         return
     batch, n_heads, length, width = dheads.shape
-    row_blocks = batch * n_heads * triton.cdiv(length, BLOCK_L)
-    programs = triton.cdiv(row_blocks, SUM_BLOCKS)
+    block_rows = _block_rows(width)
+    row_blocks = batch * n_heads * triton.cdiv(length, block_rows)
+    sum_blocks = SUM_ROWS // block_rows
+    programs = triton.cdiv(row_blocks, sum_blocks)
     has_sums = dnorm_weight is not None and norm_weight is not None
     partial = dnorm_weight.new_empty((programs, width)) if has_sums else None
     raw_args = (None, 0, 0, 0) if norm_weight is None else (raw, *raw.stride()[:3])
@@ -227,8 +235,8 @@ def transform_heads_bwd(
         EPS=eps,
         DTYPE=TRITON_DTYPES[dheads.dtype],
         **_pairs(width, 0 if cos is None else cos.shape[-1], interleaved),
-        BLOCK_L=BLOCK_L,
-        SUM_BLOCKS=SUM_BLOCKS,
+        BLOCK_L=block_rows,
+        SUM_BLOCKS=sum_blocks,
         num_warps=4,
     )
     if partial is not None:

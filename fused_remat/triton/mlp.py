@@ -123,6 +123,22 @@ def _access(key: Key, itemsize: int, tma: bool) -> str:
     return "pointers"
 
 
+def _aligned(*operands: Tensor | None) -> bool:
+    """Whether each can be loaded in pieces of 16 bytes: where a descriptor could describe it."""
+    return all(t is None or _access(_key(t), t.dtype.itemsize, tma=True) != "pointers" for t in operands)
+
+
+def _forward_path(layer: Layer) -> str:
+    x = layer.x
+    return mlp_configs.forward_path(x.dtype, arch_of(x), _aligned(x, layer.w_up, layer.w_gate))
+
+
+def _backward_path(layer: Layer, dy: Tensor, w_down: Tensor) -> str:
+    x = layer.x
+    aligned = _aligned(x, layer.w_up, layer.w_gate, dy, w_down)
+    return mlp_configs.backward_path(x.shape[1], dy.shape[1], x.dtype, arch_of(x), aligned)
+
+
 def _overflows(offset: int) -> bool:
     """Whether an offset within a block needs more than 32 bits."""
     return offset >= 2**31
@@ -225,7 +241,7 @@ def mlp_fwd_chunk(
     layer = Layer(x, w_up, b_up, w_gate, b_gate)
     dropping = _dropping(seed, dropout_p, row0, feature0, hidden_features)
     residuals = tuple(kept if kept.shape[1] > 0 else None for kept in (up, gate))
-    if (path or mlp_configs.forward_path(x.dtype, arch_of(x))) == "fused":
+    if (path or _forward_path(layer)) == "fused":
         _fused_forward(layer, dropping, residuals, hidden, activation)
     else:
         _elementwise_forward(layer, dropping, (None, None), residuals, hidden, scratch, activation)
@@ -304,11 +320,10 @@ def mlp_bwd_chunk(
 ) -> None:
     """Writes `hidden` and, unless `dup` has no elements, `dup` and `dgate`; adds to `db_up` and `db_gate`.
 
-    `path` is one of `mlp_configs.backward_path`; `scratch` is not used.
+    `path` names one of `mlp_configs.backward_path`; `scratch` is not used.
     """
     if hidden.numel() == 0:
         return
-    path = path or mlp_configs.backward_path(x.shape[1], dy.shape[1], x.dtype, arch_of(x))
     layer = Layer(x, w_up, b_up, w_gate, b_gate)
     dropping = _dropping(seed, dropout_p, row0, feature0, hidden_features)
     buffers = Buffers(hidden, *(t if t.numel() > 0 else None for t in (dup, dgate, db_up, db_gate)))
@@ -331,10 +346,11 @@ def _backward_span(
     dropping: Dropping,
     kept: tuple[Tensor | None, Tensor | None],
     activation: str,
-    path: str,
+    path: str | None,
 ) -> None:
     """Features whose pre-activations are all kept or all to be rebuilt, `up` and `gate` each for itself."""
     nothing_kept = kept[0] is None and kept[1] is None
+    path = path or _backward_path(layer, dy, w_down)
     if buffers.dup is None:
         if nothing_kept and path != "elementwise":
             _fused_forward(layer, dropping, (None, None), buffers.hidden, activation)

@@ -18,23 +18,27 @@ FUSED_WIDTH = 1024
 FUSED_WIDTH_INTERPRETED = 32
 
 # Of the elementwise kernels: they are bound by memory on every architecture.
-ELEMENTWISE = Config(32, 128, num_warps=4)
+ELEMENTWISE = Config(16, 128, num_warps=4)
 
 
-def forward_path(dtype: torch.dtype, arch: int) -> str:
-    """ "fused": one kernel; "elementwise": library GEMMs and one pass over what they made."""
-    if dtype == torch.float64 or (arch != INTERPRETER and dtype_class(dtype) == "ieee"):
-        return "elementwise"
-    return "fused"
+def forward_path(dtype: torch.dtype, arch: int, aligned: bool) -> str:
+    """ "fused": one kernel; "elementwise": library GEMMs and one pass over what they made.
+
+    `aligned`: every operand lies densely, its rows or columns starting at multiples of 16 bytes. Others can only be
+    loaded element by element, which spills.
+    """
+    if arch == INTERPRETER:
+        return "elementwise" if dtype == torch.float64 else "fused"
+    return "fused" if aligned and dtype_class(dtype) != "ieee" else "elementwise"
 
 
-def backward_path(depth: int, depth_out: int, dtype: torch.dtype, arch: int) -> str:
+def backward_path(depth: int, depth_out: int, dtype: torch.dtype, arch: int, aligned: bool) -> str:
     """How `hidden`, `dup` and `dgate` are made from x [.., depth] and dy [.., depth_out].
 
     "fused": one kernel, nothing but its results is stored. "epilogue": library GEMMs for the pre-activations, which the
     kernel of dhidden turns into gradients. "elementwise": library GEMMs for dhidden too.
     """
-    if forward_path(dtype, arch) == "elementwise":
+    if forward_path(dtype, arch, aligned) == "elementwise":
         return "elementwise"
     if arch == INTERPRETER:
         return "fused" if depth + depth_out <= 2 * FUSED_WIDTH_INTERPRETED else "epilogue"
@@ -84,7 +88,7 @@ _TF32 = Config(128, 64, 32, num_stages=3)
 # Chosen by nobody but who names the path: without tensor cores the library's GEMMs are the better half.
 _IEEE = Config(64, 32, 16, num_warps=4)
 # Small, so that small shapes have several tiles.
-_INTERPRETED = Config(64, 32, 32, num_warps=4)
+_INTERPRETED = Config(64, 32, 64, num_warps=4)
 
 TABLE: dict[Key, Config] = (
     {

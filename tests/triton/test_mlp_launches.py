@@ -145,20 +145,38 @@ def tf32() -> Iterator[Callable[[bool], None]]:
 
 @pytest.mark.parametrize("arch", (80, 90, 100))
 def test_paths_are_chosen_by_shape_dtype_and_architecture(arch, tf32):
-    def path(depth, depth_out, dtype):
-        return mlp_configs.backward_path(depth, depth_out, dtype, arch)
+    def paths(depth, depth_out, dtype, aligned=True):
+        forward = mlp_configs.forward_path(dtype, arch, aligned)
+        return forward, mlp_configs.backward_path(depth, depth_out, dtype, arch, aligned)
 
     for half in (torch.bfloat16, torch.float16):
-        assert path(768, 768, half) == path(1024, 1024, half) == path(1536, 512, half) == "fused"
-        assert path(2048, 2048, half) == path(4096, 4096, half) == path(1024, 1032, half) == "epilogue"
-        assert mlp_configs.forward_path(half, arch) == "fused"
+        for width, out in ((768, 768), (1024, 1024), (1536, 512)):
+            assert paths(width, out, half) == ("fused", "fused")
+        for width, out in ((2048, 2048), (4096, 4096), (1024, 1032)):
+            assert paths(width, out, half) == ("fused", "epilogue")
+        assert paths(768, 768, half, aligned=False) == ("elementwise", "elementwise")
     tf32(False)
     for dtype, width in product((torch.float32, torch.float64), (64, 4096)):
-        assert path(width, width, dtype) == mlp_configs.forward_path(dtype, arch) == "elementwise"
+        assert paths(width, width, dtype) == ("elementwise", "elementwise")
     tf32(True)
-    assert path(64, 64, torch.float32) == "epilogue"
-    assert mlp_configs.forward_path(torch.float32, arch) == "fused"
-    assert path(64, 64, torch.float64) == "elementwise"
+    assert paths(64, 64, torch.float32) == ("fused", "epilogue")
+    assert paths(64, 64, torch.float64) == ("elementwise", "elementwise")
+
+
+@interpreted
+def test_operands_that_are_not_aligned_go_to_the_library(meta):
+    """Strides that are no multiples of 16 bytes, an odd address, a gradient of stride 0."""
+    chunk = CHUNK.but(rows=40, dtype=torch.float16, dropout_p=0.0)
+    given = chunks.operands(chunk)
+    shifted = torch.cat((given["w_up"].flatten(), given["w_up"].new_zeros(1)))[1:].view_as(given["w_up"])
+    odd = [given, given | {"w_up": shifted}, given | {"dy": given["dy"][:1, :1].expand(40, 24)}]
+    expected = [("x", "dy"), (), ("x",)]
+    with targets.pretending(90):
+        for variant, loaded in zip(odd, expected, strict=True):
+            meta.clear()
+            _both_halves(chunk, variant, None)
+            assert ("X_ACCESS" in meta[0]) == ("x" in loaded)
+            assert any("DY_ACCESS" in constants for constants in meta) == ("dy" in loaded)
 
 
 def test_bias_sums_have_as_many_partials_as_the_workspace_counts():
