@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -205,6 +204,10 @@ def _suits_tma(t: Tensor) -> bool:
     )
 
 
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def _launch(kernel, programs: int, config: configs.Config, spec: Spec, *args) -> None:
     launch.launch(kernel, (programs,), *args, SPEC=spec, num_warps=config.num_warps, num_stages=config.num_stages)
 
@@ -224,7 +227,7 @@ def attention_fwd(
     if call.rows == 0:
         return
     spec, config = call.plan("attention_fwd")
-    programs = call.batch * call.heads * triton.cdiv(call.length_q, spec.block_m)
+    programs = call.batch * call.heads * _cdiv(call.length_q, spec.block_m)
     _launch(
         attention_fwd_kernel, programs, config, spec, *call.tiles(spec), call.attn_mask, call.key_mask, _heads(out),
         _rows(lse), call.numbers,
@@ -243,7 +246,7 @@ def attention_delta(
     if call.rows == 0:
         return
     spec, config = call.plan("attention_delta", rebuild=rebuild, dweights=dweights is not None)
-    programs = call.batch * call.heads * triton.cdiv(call.length_q, spec.block_m)
+    programs = call.batch * call.heads * _cdiv(call.length_q, spec.block_m)
     _launch(
         attention_delta_kernel, programs, config, spec, *call.tiles(spec), call.attn_mask, call.key_mask, _rows(lse),
         _heads(dout), _grid(dweights), _heads(out), _rows(delta), _rows(correction), call.numbers,
@@ -267,7 +270,7 @@ def attention_bwd(
     if dk is not None or dv is not None:
         spec, config = call.plan("attention_dkdv", dweights=has_weights, dk=dk is not None, dv=dv is not None)
         q_, k_, v_, dout_ = call.tiles(spec)
-        programs = call.batch * call.kv_heads * triton.cdiv(call.length_k, spec.block_n)
+        programs = call.batch * call.kv_heads * _cdiv(call.length_k, spec.block_n)
         _launch(
             attention_dkdv_kernel, programs, config, spec, q_, k_, v_, *masks, dout_, dweights,
             None if dk is None else _heads(dk), None if dv is None else _heads(dv), call.numbers,
@@ -275,7 +278,7 @@ def attention_bwd(
     if dq is not None:
         spec, config = call.plan("attention_dq", dweights=has_weights)
         q_, k_, v_, dout_ = call.tiles(spec)
-        programs = call.batch * call.heads * triton.cdiv(call.length_q, spec.block_m)
+        programs = call.batch * call.heads * _cdiv(call.length_q, spec.block_m)
         _launch(
             attention_dq_kernel, programs, config, spec, q_, k_, v_, *masks, dout_, dweights, _heads(dq), call.numbers
         )
@@ -289,8 +292,8 @@ def _add_mask_gradient(call: Call, masks: tuple, dweights: Grid | None, dmask: T
     flags = {"sum_queries": rows == 1, "sum_keys": cols == 1, "dweights": dweights is not None}
     spec, config = call.plan("attention_dmask", **flags)
     q, k, v, dout = call.tiles(spec)
-    programs = own_batches * own_heads * (1 if spec.sum_queries else triton.cdiv(rows, spec.block_m))
-    programs *= 1 if spec.sum_keys else triton.cdiv(cols, spec.block_n)
+    programs = own_batches * own_heads * (1 if spec.sum_queries else _cdiv(rows, spec.block_m))
+    programs *= 1 if spec.sum_keys else _cdiv(cols, spec.block_n)
     _launch(
         attention_dmask_kernel, programs, config, spec, q, k, v, *masks, dout, dweights, _grid(dmask),
         call.batch // own_batches, call.heads // own_heads, call.numbers,
@@ -311,7 +314,7 @@ def attention_weights(
     spec, config = call.plan("attention_weights")
     owners = weights.shape[1]
     programs = call.batch * owners
-    programs *= triton.cdiv(call.length_q, spec.block_m) * triton.cdiv(call.length_k, spec.block_n)
+    programs *= _cdiv(call.length_q, spec.block_m) * _cdiv(call.length_k, spec.block_n)
     _launch(
         attention_weights_kernel, programs, config, spec, *call.tiles(spec), call.attn_mask, call.key_mask, _rows(lse),
         _grid(weights), call.heads // owners, call.numbers,

@@ -97,11 +97,11 @@ class Spec:
 
     @property
     def block_e(self) -> int:
-        return max(16, triton.next_power_of_2(self.width))
+        return _block(self.width)
 
     @property
     def block_v(self) -> int:
-        return max(16, triton.next_power_of_2(self.value_width))
+        return _block(self.value_width)
 
     @property
     def accumulate(self) -> tl.dtype:
@@ -111,6 +111,11 @@ class Spec:
     def natural(self) -> bool:
         """Scores are in natural units: a float mask times log2(e) could overflow. Otherwise they are in log2 units."""
         return "float" in (self.attn_mask, self.key_mask)
+
+
+def _block(width: int) -> int:
+    """The power of two, at least 16, whose tiles hold rows of that width."""
+    return max(16, 1 << max(width - 1, 0).bit_length())
 
 
 @triton.jit
