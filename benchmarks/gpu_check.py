@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.dry_run and not torch.cuda.is_available():
         parser.error("torch finds no usable CUDA device; --dry-run tries everything on the CPU with tiny shapes")
-    settings = Settings("cpu" if options.dry_run else "cuda", options.backend, options.tests or ("tests",))
+    settings = Settings("cpu" if options.dry_run else "cuda", options.backend, options.tests or Settings.tests)
     result: dict[str, Any] = {
         "dry_run": options.dry_run,
         "environment": environment(torch.device(settings.device)),
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=DEFAULT_SECONDS, help="what does not fit is skipped")
     parser.add_argument("--out", type=Path, default=Path("gpu-check.json"), help="the JSON (default gpu-check.json)")
     parser.add_argument("--backend", help="of the timed calls; by default the one that is chosen")
-    parser.add_argument("--tests", nargs="+", help="files or folders of tests (default tests)")
+    parser.add_argument("--tests", nargs="+", help="files or folders of tests (default: those with tests for a GPU)")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny shapes")
     return parser
 

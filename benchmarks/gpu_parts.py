@@ -31,7 +31,7 @@ class Settings:
 
     device: str
     backend: str | None
-    tests: Sequence[str] = ("tests",)
+    tests: Sequence[str] = ("tests/gpu", "tests/test_measure.py")
 
     @property
     def dry(self) -> bool:

@@ -63,8 +63,11 @@ def record(case: Case, arch: int) -> list[Launch]:
 def cases() -> Iterator[Case]:
     """Every case, the widest used first."""
     for width in (64, 128, 256):
-        for variant in _MASKS:
+        for variant in ("plain", "causal", "bool mask", "float mask", "dropout", "everything"):
             yield from _attention(variant, width)
+    for width in (64, 128):
+        yield from _attention("plain", width, torch.float32)  # products rounded to TF32
+        yield from _attention("unaligned", width)
     for width in MODEL_WIDTHS:
         yield from _mlp(width)
     yield from _rows()
@@ -91,6 +94,7 @@ class _Attending:
     padding: bool = False
     kv_heads: int = HEADS
     length: int = LENGTH
+    gap: int = 0  # elements between the rows of operands
 
     def arguments(self) -> tuple[Any, ...]:
         """From attn_mask to scratch, in the order of the level-3 ops."""
@@ -107,6 +111,8 @@ _MASKS = {
     "bool mask": _Attending(mask=lambda n: _mask(torch.bool, 1, n)),
     "float mask": _Attending(mask=lambda n: _mask(torch.bfloat16, 1, n)),
     "dropout": _Attending(dropout_p=0.1),
+    # Rows that no tensor descriptor can describe.
+    "unaligned": _Attending(gap=1),
     # Sizes that no tile divides, and no address that is known to be aligned.
     "everything": _Attending(
         mask=lambda n: _mask(torch.float32, HEADS, n), causal=True, dropout_p=0.1, padding=True, kv_heads=4, length=4091
@@ -114,33 +120,41 @@ _MASKS = {
 }
 
 
-def _attention(variant: str, width: int) -> Iterator[Case]:
-    attending = _MASKS[variant]
+def _attention(variant: str, width: int, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
+    attending, half = _MASKS[variant], dtype.itemsize == 2
     length, given = attending.length, attending.arguments()
-    # As projections leave them: [B, L, heads, E].
-    q, dout, out = (_empty(BATCH, length, HEADS, width).transpose(1, 2) for _ in range(3))
-    k, v = (_empty(BATCH, length, attending.kv_heads, width).transpose(1, 2) for _ in range(2))
+
+    def operand(heads: int) -> Tensor:
+        """As a projection leaves it: [B, L, heads, E], seen as [B, heads, L, E]."""
+        rows = _empty(BATCH, length, heads * width + attending.gap, dtype=dtype)[..., : heads * width]
+        return rows.unflatten(-1, (heads, width)).transpose(1, 2)
+
+    q, dout, out = (operand(HEADS) for _ in range(3))
+    k, v = (operand(attending.kv_heads) for _ in range(2))
     lse, delta, correction = (_empty(BATCH, HEADS, length, dtype=torch.float32) for _ in range(3))
     dq, dk, dv = (_empty(*t.shape, dtype=torch.float32) for t in (q, k, v))
     everything = variant == "everything"
     dmask = _empty(*given[0].shape, dtype=torch.float32) if everything else None
     weights = _empty(BATCH, 1, length, length, dtype=torch.float32)
 
+    def backward() -> None:
+        known = (lse, correction, delta, dout, None, 1.0, dq, dk, dv, dmask, None)
+        attention.attention_bwd(q, k, v, *given, *known)
+
     def delta_of(rebuild: bool) -> None:
         attention.attention_delta(q, k, v, *given, lse, dout, None, 1.0, rebuild, out, delta, correction)
 
-    calls = {
-        "forward": lambda: attention.attention_fwd(q, k, v, *given, out, lse),
-        "delta": lambda: delta_of(rebuild=False),
-        "rebuild": lambda: delta_of(rebuild=True),
-        "backward": lambda: attention.attention_bwd(
-            q, k, v, *given, lse, correction, delta, dout, None, 1.0, dq, dk, dv, dmask, None
-        ),
-    }
-    if variant in ("plain", "everything"):
-        calls["weights"] = lambda: attention.attention_weights(q, k, *given, lse, 1 / HEADS, weights)
-    for name, call in calls.items():
-        yield Case(f"E={width} {variant}" + (", out rebuilt" if name == "rebuild" else ""), variant, call)
+    name = f"E={width} {variant}" if half else f"E={width} float32 {variant}"
+    calls = [
+        (name, lambda: attention.attention_fwd(q, k, v, *given, out, lse)),
+        (f"{name}, out rebuilt", lambda: delta_of(rebuild=True)),
+        (name, backward),
+    ]
+    if half:
+        calls.append((f"{name}, out kept", lambda: delta_of(rebuild=False)))
+    if half and variant in ("plain", "everything"):
+        calls.append((name, lambda: attention.attention_weights(q, k, *given, lse, 1 / HEADS, weights)))
+    yield from (Case(name, variant, call) for name, call in calls)
 
 
 # The MLP
