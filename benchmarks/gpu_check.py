@@ -102,7 +102,15 @@ def _print(result: dict[str, Any], path: Path) -> None:
         lines = list(_lines(result["parts"].get(name, {}).get("cases", [])))
         if lines:
             show(f"{name}: forward + backward", _HEADERS, lines)
+        for case in result["parts"].get(name, {}).get("cases", []):
+            for goal in case.get("goals", []):
+                print(f"  {case['case']}: {_goal(goal)}")
     print(f"{result['seconds']:.0f} s; everything is in {path}")
+
+
+def _goal(goal: dict[str, Any]) -> str:
+    measured = "not measured" if goal["measured"] is None else f"measured {goal['measured']:.2f}"
+    return f"{goal['provider']} in at most {goal['at_most']:.2f} x the time of {goal['baseline']}; {measured}"
 
 
 def _summary(part: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from benchmarks import roofline
 from benchmarks.attention_cases import CoreCase
 from benchmarks.cases import MLPCase
 from benchmarks.gpu_cases import FULL, TINY
-from benchmarks.operation import CHECKPOINT, EAGER, Case, Forward, NotRun, Operation
+from benchmarks.operation import CHECKPOINT, EAGER, Bar, Case, Forward, NotRun, Operation
 from benchmarks.parity import Gate, failures
 from benchmarks.results import mib
 from benchmarks.run import OPERATIONS
@@ -78,7 +78,7 @@ def _case(operation: Operation, case: Case, device: torch.device, backend: str |
         for name, timing in times.items()
     }
     row["not_run"] = not_run
-    row["goals"] = [{"provider": bar.provider, "baseline": bar.baseline, "at_most": bar.most} for bar in case.bars]
+    row["goals"] = [_goal(bar, times) for bar in case.bars]
     row["seconds"] = time.monotonic() - start
     return row
 
@@ -132,6 +132,12 @@ def _times(timing: Timing, times: dict[str, Timing]) -> dict[str, Any]:
         if baseline in times:
             found[f"time_to_{baseline}"] = timing.ratio_to(times[baseline]).median
     return found
+
+
+def _goal(bar: Bar, times: dict[str, Timing]) -> dict[str, Any]:
+    ran = bar.provider in times and bar.baseline in times
+    measured = times[bar.provider].ratio_to(times[bar.baseline]).median if ran else None
+    return {"provider": bar.provider, "baseline": bar.baseline, "at_most": bar.most, "measured": measured}
 
 
 def _bytes(memory: Measurement) -> dict[str, float]:

@@ -15,7 +15,7 @@ from benchmarks import gpu_check, gpu_parts, gpu_timing, run
 from benchmarks.cases import OURS
 from benchmarks.gpu_cases import FULL, TINY
 from benchmarks.gpu_parts import Settings
-from benchmarks.operation import CHECKPOINT, EAGER, NotRun
+from benchmarks.operation import CHECKPOINT, EAGER, Bar, NotRun
 from fused_remat import reference
 
 DRY = Settings("cpu", None)
@@ -178,6 +178,18 @@ def test_a_wrong_provider_has_a_reason_and_no_time(timing, monkeypatch):
         assert row["not_run"]["wrong"].startswith("parity failed: wrong: the error of output is ")
         assert row["not_run"]["missing"] == "not installed"
         assert row["not_run"]["broken"] == "RuntimeError: CUDA error: an illegal memory access"
+
+
+@needs_library
+def test_goals_stand_beside_what_was_measured(timing, monkeypatch):
+    case = replace(TINY.mlp[0], bars=(Bar(OURS, EAGER, 1.5), Bar(OURS, "quack", 1.0)))
+    monkeypatch.setattr(gpu_timing, "TINY", replace(TINY, mlp=[case]))
+    (row,) = timing("mlp")
+    reached, not_run = row["goals"]
+    assert reached["measured"] == row["providers"][OURS]["time_to_eager"]
+    assert not_run["measured"] is None
+    assert gpu_check._goal({**reached, "measured": 1.234}).endswith("at most 1.50 x the time of eager; measured 1.23")
+    assert gpu_check._goal(not_run).endswith("at most 1.00 x the time of quack; not measured")
 
 
 def test_no_case_is_begun_when_time_is_out(timing):
