@@ -48,7 +48,7 @@ def backward_path(depth: int, depth_out: int, dtype: torch.dtype, arch: int, ali
 
 def parts(op: str, config: Config) -> int:
     """Groups of columns that an epilogue works through: on a whole accumulator it would spill."""
-    return max(1, config.block_n // (16 if op == "mlp_triple" else 32))
+    return max(1, config.block_n // (16 if op in ("mlp_dual", "mlp_triple") else 32))
 
 
 GEMMS = ("mlp_fwd", "mlp_fwd_gated", "mlp_dual", "mlp_triple", "mlp_dhidden", "mlp_dhidden_gated")
@@ -65,19 +65,23 @@ _HALF = {
     90: {
         "mlp_fwd": Config(128, 256, 64, num_stages=4, tma=True),
         "mlp_fwd_gated": Config(128, 128, 64, num_stages=3, tma=True),
-        "mlp_dual": Config(128, 128, 64, num_stages=3, tma=True),
-        "mlp_triple": Config(128, 128, 64, num_stages=3, tma=True),
+        # Through pointers: with descriptors Triton 3.6 serialises the products of kernels with two loops (C7515).
+        "mlp_dual": Config(128, 128, 64, num_stages=3),
+        "mlp_triple": Config(128, 128, 64, num_stages=3),
         "mlp_dhidden": Config(128, 256, 64, num_stages=4, tma=True),
         "mlp_dhidden_gated": Config(128, 256, 64, num_stages=3, tma=True),
     },
 }
-_HALF[100] = _HALF[90]
+_HALF[100] = _HALF[90] | {
+    "mlp_dual": Config(128, 128, 64, num_stages=3, tma=True),
+    "mlp_triple": Config(128, 128, 64, num_stages=3, tma=True),
+}
 _HALF_MASKED = {
     80: _HALF[80] | {"mlp_dual": Config(128, 64, 32, num_stages=4)},
     90: {
         "mlp_fwd": Config(128, 128, 64, num_stages=3, tma=True),
         "mlp_fwd_gated": Config(128, 128, 64, num_stages=3, tma=True),
-        "mlp_dual": Config(128, 128, 64, num_stages=3, tma=True),
+        "mlp_dual": Config(128, 64, 64, num_stages=3, tma=True),
         "mlp_triple": Config(128, 64, 64, num_stages=3, tma=True),
         "mlp_dhidden": Config(128, 128, 64, num_stages=3, tma=True),
         "mlp_dhidden_gated": Config(128, 128, 64, num_stages=3, tma=True),
