@@ -57,7 +57,7 @@ _HALF: dict[str, dict[str, dict[int, tuple[Tile, Tile, Tile]]]] = {
     "attention_dkdv": {
         "plain": {
             80: ((64, 128), (64, 64), (32, 64)),
-            90: ((64, 128), (64, 128), (32, 64, 2, False)),
+            90: ((64, 128), (64, 128, 2, False), (32, 64, 2, False)),
             100: ((64, 128), (64, 128), (32, 64)),
         },
         "masked": {

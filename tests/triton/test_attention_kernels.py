@@ -140,8 +140,10 @@ def test_strides_of_operands(layout):
     case = Case(kv_heads=2)
     lengths = {"q": 17, "k": 35, "v": 35, "dout": 17}
     given = {name: dict(_layouts(2, 2, length, 16))[layout] for name, length in lengths.items()}
-    calls.check(case.but(rebuild=True), given)
     dense = calls.operands(case)
+    if layout == "expanded over rows":
+        given["v"] = dense["v"]  # of one value for all keys the gradients of scores would be 0
+    calls.check(case.but(rebuild=True), given)
     for names in ("qv", "k"):
         calls.check(case, given | {name: dense[name] for name in names}, names)
 
