@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 EPS = 1e-6
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3}
 # B, H, L, E, R
-SHAPES = ((1, 1, 1, 2, 2), (2, 3, 17, 63, 40), (1, 2, 129, 16, 16), (2, 1, 33, 24, 0), (1, 3, 63, 129, 6))
+SHAPES = ((1, 1, 1, 2, 2), (2, 3, 17, 63, 40), (1, 2, 129, 16, 16), (2, 1, 33, 24, 0), (1, 1, 17, 129, 6))
 SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
 INTERLEAVED = pytest.mark.parametrize("interleaved", (False, True), ids=("halves", "interleaved"))
 NORM = pytest.mark.parametrize("norm", (False, True), ids=("rotation", "norm"))
@@ -87,22 +87,22 @@ def test_backward(shape, norm, interleaved):
 @INTERLEAVED
 def test_strided_heads_and_reruns(norm, interleaved):
     """Heads as a projection leaves them, [B, L, H, E] turned; angles of any strides; the same bits again."""
-    shape = (2, 3, 70, 24, 16)
-    packed = _random(2, 70, 5, 24, dtype=torch.float32)
+    shape = (2, 2, 70, 24, 16)
+    packed = _random(2, 70, 4, 24, dtype=torch.float32)
     weight = _random(24, dtype=torch.float32) if norm else None
     cos, sin = _angles(shape, torch.float32, per_batch=True)
     strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (cos, sin)]
-    rest = packed[:, :, 3:].clone()
-    heads, dense = packed[:, :, :3].transpose(1, 2), packed[:, :, :3].transpose(1, 2).contiguous()
+    rest = packed[:, :, 2:].clone()
+    heads, dense = packed[:, :, :2].transpose(1, 2), packed[:, :, :2].transpose(1, 2).contiguous()
     again = dense.clone()
     transform_heads(heads, weight, EPS, *strided, interleaved, 0)
     for other in (dense, again):
         transform_heads(other, weight, EPS, cos, sin, interleaved, 0)
         assert torch.equal(heads, other)
-    assert torch.equal(packed[:, :, 3:], rest)
+    assert torch.equal(packed[:, :, 2:], rest)
     gradients = []
-    raw = _random(2, 70, 3, 24, dtype=torch.float32).transpose(1, 2)
-    d = _random(2, 3, 70, 24, dtype=torch.float32)
+    raw = _random(2, 70, 2, 24, dtype=torch.float32).transpose(1, 2)
+    d = _random(2, 2, 70, 24, dtype=torch.float32)
     for dheads, given in ((d.transpose(1, 2).contiguous().transpose(1, 2), raw), (d.clone(), raw.contiguous())):
         sums = torch.zeros(24, device=DEVICE) if norm else None
         transform_heads_bwd(dheads, given, weight, EPS, cos, sin, interleaved, 0, sums)

@@ -20,7 +20,7 @@ GATED = pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 # What an error may be where torch happens to make none, relative to the norm of the result.
 FLOORS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-4}
 # rows, hidden width: feature chunks iff M < 2 F (plain) or 3 F (gated)
-AXES = {"features": (65, 129), "tokens": (341, 40)}
+AXES = {"features": (33, 65), "tokens": (129, 17)}
 
 
 def _operands(rows, width, hidden, out=None, *, requires_grad=True, **settings) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def _check(given, dy, reference, **settings) -> dict[str, Tensor]:
 def test_chunks_of_several_sizes(dtype, axis, gated):
     """One tile, and tiles at row0 and feature0 > 0; both backward kernels, by the mean of D and D_out."""
     rows, hidden = AXES[axis]
-    for (width, out), workspace, keep in (((17, 33), 2**22, ()), ((40, 63), 40_000, 0.4), ((24, 24), 15_000, ())):
+    for (width, out), workspace, keep in (((17, 33), 2**22, ()), ((40, 63), 30_000, 0.4), ((24, 24), 9_000, ())):
         given = _operands(rows, width, hidden, out, gated=gated, dtype=dtype)
         dy = torch.randn(rows, out, device=DEVICE).to(dtype)
         settings = {"activation": "silu" if gated else "gelu", "dropout_p": 0.2 if keep == () else 0.0}
@@ -154,8 +154,8 @@ def test_forward_and_backward_on_different_backends(gated):
 
 @GATED
 def test_backward_twice_and_again_gives_the_same_bits(gated):
-    given = _operands(129, 17, 63, gated=gated, dtype=torch.float32)
-    dy = torch.randn(129, 17, device=DEVICE)
+    given = _operands(65, 17, 63, gated=gated, dtype=torch.float32)
+    dy = torch.randn(65, 17, device=DEVICE)
     before = {name: value.detach().clone() for name, value in given.items()}
     runs = []
     for _ in range(2):

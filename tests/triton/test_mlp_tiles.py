@@ -21,8 +21,9 @@ GATED = pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
 SMALL = Chunk(rows=17, width=24, features=33, out=20)
 
 
-@PATH
-@GATED
+@pytest.mark.parametrize(
+    ("gated", "path"), ((False, "fused"), (True, "fused"), (True, "epilogue"), (False, "elementwise"))
+)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation, gated, path):
     chunks.check(SMALL.but(activation=activation, gated=gated), path=path)
@@ -71,10 +72,10 @@ def test_without_biases_and_with_biases_of_another_dtype(gated, path):
 
 
 @PATH
-@pytest.mark.parametrize("kept", ((0, 0), (20, 20), (63, 63), (63, 0), (0, 63), (10, 40), (63, 40)))
+@pytest.mark.parametrize("kept", ((0, 0), (63, 63), (63, 0), (0, 20), (10, 40)))
 def test_kept_columns(kept, path):
     """Any leading columns of each, 0 to all; a plain layer has the first alone."""
-    chunk = Chunk(rows=65, kept=kept, dropout_p=0.1, gated=True)
+    chunk = Chunk(rows=17, kept=kept, dropout_p=0.1, gated=True)
     given = chunks.operands(chunk)
     with_kept = chunks.check(chunk, given, path=path)
     rebuilt = chunks.check(chunk.but(kept=(0, 0)), given, path=path)
@@ -139,7 +140,7 @@ def test_any_strides(gated, path):
 @PATH
 @GATED
 def test_first_and_second_call_give_the_same_bits(gated, path):
-    chunk = Chunk(rows=71, width=19, features=45, out=23, gated=gated, dropout_p=0.25, kept=(11, 7 * gated))
+    chunk = Chunk(rows=65, width=19, features=33, out=23, gated=gated, dropout_p=0.25, kept=(11, 7 * gated))
     given = chunks.operands(chunk)
     made = chunks.forward(mlp.mlp_fwd_chunk, chunk, given)
     chunks.assert_same(made, chunks.forward(mlp.mlp_fwd_chunk, chunk, given))
@@ -175,7 +176,7 @@ def test_forward_and_backward_on_different_implementers(gated, path):
     """Residuals and masks mean the same to C++: each half of a pass may run on either."""
     forward, backward = (f"mlp_{half}_chunk_{'cpp' if chunks.DEVICE == 'cpu' else 'aten'}" for half in ("fwd", "bwd"))
     other = getattr(torch.ops.fused_remat, forward), getattr(torch.ops.fused_remat, backward)
-    chunk = Chunk(rows=65, features=63, gated=gated, dropout_p=0.3, kept=(40, 17 * gated))
+    chunk = Chunk(rows=17, features=63, gated=gated, dropout_p=0.3, kept=(40, 17 * gated))
     given = chunks.operands(chunk)
     made = [chunks.forward(op, chunk, given) for op in (other[0], mlp.mlp_fwd_chunk)]
     assert torch.equal(made[0]["hidden"] == 0, made[1]["hidden"] == 0)
@@ -190,7 +191,7 @@ def test_forward_and_backward_on_different_implementers(gated, path):
 @PATH
 def test_bias_sums_of_many_rows(path):
     """A long column loses no digits: partial sums, not one chain of additions."""
-    chunk = Chunk(rows=1201, width=3, features=5, out=2, gated=True)
+    chunk = Chunk(rows=700, width=3, features=5, out=2, gated=True)
     given = chunks.operands(chunk)
     given["dy"] = given["dy"] + 3  # sums of what does not cancel
     chunks.check(chunk, given, path=path)

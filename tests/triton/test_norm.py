@@ -13,7 +13,7 @@ from fused_remat.triton.norm import normalize_rows, normalize_rows_bwd
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 KIND = pytest.mark.parametrize("kind", ("layer_norm", "rms_norm"))
 # One block, several blocks, several blocks of which the last is nearly empty.
-SHAPES = ((1, 1), (17, 63), (341, 129), (129, 17), (3, 4096), (2, 4097), (2, 9000))
+SHAPES = ((1, 1), (17, 63), (341, 17), (129, 129), (1, 4096), (2, 4097), (1, 8200))
 SHAPE = pytest.mark.parametrize(("rows", "width"), SHAPES)
 EPS = 1e-5
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3}
