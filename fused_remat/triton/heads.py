@@ -237,7 +237,7 @@ def transform_heads_bwd(
         **_pairs(width, 0 if cos is None else cos.shape[-1], interleaved),
         BLOCK_L=block_rows,
         SUM_BLOCKS=sum_blocks,
-        num_warps=4,
+        num_warps=8,
     )
     if partial is not None:
         column_sums(partial, dnorm_weight)
