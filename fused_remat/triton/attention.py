@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_remat.triton import configs, launch, targets
 from fused_remat.triton.attention_bwd import attention_dkdv_kernel, attention_dq_kernel
-from fused_remat.triton.attention_configs import without_tma
+from fused_remat.triton.attention_configs import UNALIGNED
 from fused_remat.triton.attention_delta import attention_delta_kernel
 from fused_remat.triton.attention_fwd import attention_fwd_kernel
 from fused_remat.triton.attention_tiles import Grid, Heads, Numbers, Rows, Spec
@@ -54,9 +54,7 @@ def plan(op: str, facts: Facts, flags: tuple[tuple[str, bool], ...]) -> tuple[Sp
     extras = bool(facts.attn_mask or facts.key_mask) + facts.dropout + given.get("dweights", False)
     variant = ("plain", "masked", "everything")[min(extras, 2)]
     key = op, max(facts.width, facts.value_width), facts.dtype, facts.arch
-    config = configs.choose(*key, variant)
-    if config.tma and not facts.tma:
-        config = configs.choose(*key, without_tma(variant))
+    config = configs.choose(*key, variant if facts.tma else UNALIGNED)
     spec = Spec(
         block_m=config.block_m,
         block_n=config.block_n,

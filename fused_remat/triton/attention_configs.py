@@ -14,6 +14,8 @@ from fused_remat.triton.targets import INTERPRETER
 OPS = ("attention_fwd", "attention_delta", "attention_dkdv", "attention_dq", "attention_dmask", "attention_weights")
 WIDTHS = (64, 128, 256)  # of q or v, the wider; rounded up to one of these
 VARIANTS = ("plain", "masked", "everything")
+# Of operands that are not aligned to 16 bytes: their addresses take the registers of masks and dropout.
+UNALIGNED = "everything"
 
 # (queries, keys[, stages = 2[, tma]]); tma is on by default from 90 on.
 Tile = tuple[int, ...]
@@ -29,11 +31,11 @@ _HALF: dict[str, dict[str, dict[int, tuple[Tile, Tile, Tile]]]] = {
         "masked": {
             80: ((128, 32), (64, 32), (64, 16)),
             90: ((128, 64), (128, 64), (128, 32)),
-            100: ((128, 64), (128, 64), (128, 32)),
+            100: ((128, 64), (128, 64, 2, False), (128, 32)),
         },
         "everything": {
             80: ((128, 32), (64, 32), (64, 16)),
-            90: ((128, 64), (128, 64), (128, 32)),
+            90: ((128, 64), (128, 32, 2, False), (128, 32)),
             100: ((128, 64), (128, 32), (64, 32)),
         },
     },
@@ -51,7 +53,7 @@ _HALF: dict[str, dict[str, dict[int, tuple[Tile, Tile, Tile]]]] = {
         "everything": {
             80: ((128, 32), (64, 32), (64, 16)),
             90: ((128, 64), (128, 32), (64, 32)),
-            100: ((128, 64), (128, 32), (64, 32)),
+            100: ((64, 64), (64, 64), (64, 32)),
         },
     },
     "attention_dkdv": {
@@ -66,7 +68,7 @@ _HALF: dict[str, dict[str, dict[int, tuple[Tile, Tile, Tile]]]] = {
             100: ((32, 128), (32, 128), (32, 64)),
         },
         "everything": {
-            80: ((32, 64), (32, 64), (16, 32)),
+            80: ((32, 128), (32, 64), (16, 32)),
             90: ((32, 128), (16, 128), (16, 64)),
             100: ((32, 128), (32, 128), (32, 64)),
         },
@@ -80,7 +82,7 @@ _HALF: dict[str, dict[str, dict[int, tuple[Tile, Tile, Tile]]]] = {
         "masked": {
             80: ((64, 32), (64, 32), (32, 32)),
             90: ((128, 64), (128, 64), (64, 32)),
-            100: ((128, 64), (64, 64), (64, 32)),
+            100: ((128, 64), (64, 64), (64, 32, 2, False)),
         },
         "everything": {
             80: ((64, 32), (64, 32), (32, 32)),
@@ -99,7 +101,7 @@ _HALF["attention_weights"] = _HALF["attention_dq"] | {
 }
 
 # float32 on tensor cores: a tile for each of WIDTHS.
-_TF32 = {"attention_dkdv": ((32, 64), (32, 64), (16, 16))}
+_TF32 = {"attention_dkdv": ((32, 64), (32, 64), (16, 16)), "attention_dq": ((64, 32), (64, 32), (32, 32))}
 _TF32_ELSE = ((64, 64), (64, 32), (32, 32))
 # Where a block has 99 KiB of shared memory: what does not fit from 80, see `configs.architecture_row`.
 _SMALL_HALF = {("attention_dkdv", 256): (32, 32), ("attention_dq", 256): (32, 32), ("attention_dmask", 256): (32, 32)}
@@ -108,11 +110,6 @@ _SMALL_TF32 = ((32, 32), (32, 32), (16, 16))
 _IEEE = ((32, 32), (16, 16), (16, 16))
 # So small that the shapes of tests cross the edges of tiles.
 _INTERPRETED = (64, 32)
-
-
-def without_tma(variant: str) -> str:
-    """The variant whose tiles have the registers for addresses too."""
-    return "masked" if variant == "plain" else "everything"
 
 
 def _half(arch: int, queries: int, keys: int, stages: int = 2, tma: bool = True) -> Config:
