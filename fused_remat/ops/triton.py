@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -32,12 +33,23 @@ def _late(op: str, module: str) -> Callable[..., None]:
     return lambda *args: host_function()(*args)
 
 
+def _on_its_gpu(function: Callable[..., None]) -> Callable[..., None]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+
+    def call(*args: Any) -> None:
+        with torch.cuda.device(args[0].device):
+            function(*args)
+
+    return call
+
+
 @cache
 def register() -> torch.library.Library:
     """Implement the `_triton` operators, which must exist. Imports no Triton."""
     library = torch.library.Library("fused_remat", "IMPL")
     for op, module in IMPLEMENTERS.items():
+        function = _late(op, module)
         # On CPU tensors an interpreter runs the kernels; the dispatch table says when that may be chosen.
-        for key in ("CPU", "CUDA"):
-            library.impl(f"{op}_triton", _late(op, module), key)
+        library.impl(f"{op}_triton", function, "CPU")
+        library.impl(f"{op}_triton", _on_its_gpu(function), "CUDA")
     return library

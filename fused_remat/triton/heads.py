@@ -1,7 +1,7 @@
 """What happens to q and k between projection and scores: an RMSNorm of each head, then a rotation of some features.
 
 A rotation turns pairs (a, b): a program holds the two members of its pairs in two tiles and the features that are not
-rotated in a third, so that what it overwrites nobody else needs. csrc/stream/head_transform.cpp says what is computed.
+rotated in a third, so that what it overwrites nobody else needs. csrc/aten/head_transform.cpp says what is computed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm of token rows, folded into the ops: applied to pieces of x, and applied again in backward.
 
-Rows are normalised in fp32, or in fp64 for fp64, and may be of any width. csrc/stream/norm.cpp says what is computed.
+Rows are normalised in fp32, or in fp64 for fp64, and may be of any width. csrc/aten/norm.cpp says what is computed.
 """
 
 from __future__ import annotations
