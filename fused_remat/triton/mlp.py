@@ -275,7 +275,7 @@ def _elementwise_forward(
         if scratch is None or scratch.numel() == 0:
             scratch = torch.empty_like(hidden)
         gate = _multiply(layer.x, layer.w_gate, layer.b_gate, scratch)
-    config = mlp_configs.ELEMENTWISE
+    config = mlp_configs.elementwise(arch_of(hidden))
     stored = [arg for t in residuals for arg in (*_rows_of(t), 0 if t is None else t.shape[1])]
     launch.launch(
         mlp_act_kernel, _elementwise_grid(hidden, config.block_m, config), *_rows_of(up.values, gate.values),
@@ -416,7 +416,7 @@ def _epilogue_backward(
 
 
 def _elementwise_backward(up: Pre, gate: Pre, buffers: Buffers, dropping: Dropping, activation: str) -> None:
-    config = mlp_configs.ELEMENTWISE
+    config = mlp_configs.elementwise(arch_of(buffers.hidden))
     outputs = (buffers.hidden, buffers.dup, buffers.dgate)
     partials = Partials(buffers, triton.cdiv(buffers.hidden.shape[0], SUM_ROWS))
     launch.launch(

@@ -17,8 +17,13 @@ FUSED_WIDTH = 1024
 # The interpreter takes every path within the sizes of tests.
 FUSED_WIDTH_INTERPRETED = 32
 
-# Of the elementwise kernels: they are bound by memory on every architecture.
-ELEMENTWISE = Config(16, 128, num_warps=4)
+# Of the elementwise kernels, which are bound by memory on every architecture; few elements a thread, so that it has
+# registers for fp64.
+_ELEMENTWISE, _ELEMENTWISE_INTERPRETED = Config(8, 128, num_warps=4), Config(32, 64, num_warps=4)
+
+
+def elementwise(arch: int) -> Config:
+    return _ELEMENTWISE_INTERPRETED if arch == INTERPRETER else _ELEMENTWISE
 
 
 def forward_path(dtype: torch.dtype, arch: int, aligned: bool) -> str:
@@ -88,9 +93,9 @@ _HALF_MASKED = {
     },
 }
 _HALF_MASKED[100] = _HALF_MASKED[90]
-_TF32 = Config(128, 64, 32, num_stages=3)
+_TF32 = dict.fromkeys((80, 90), Config(128, 64, 32, num_stages=3)) | {100: Config(128, 64, 32, num_stages=3, tma=True)}
 # Chosen by nobody but who names the path: without tensor cores the library's GEMMs are the better half.
-_IEEE = Config(64, 32, 16, num_warps=4)
+_IEEE = dict.fromkeys((80, 90, 100), Config(64, 32, 16, num_warps=4))
 # Small, so that small shapes have several tiles.
 _INTERPRETED = Config(64, 32, 64, num_warps=4)
 
@@ -103,8 +108,8 @@ TABLE: dict[Key, Config] = (
     }
     | {
         (op, 0, precision, arch, variant): config
-        for precision, config in (("tf32", _TF32), ("ieee", _IEEE))
-        for arch in (80, 90, 100)
+        for precision, archs in (("tf32", _TF32), ("ieee", _IEEE))
+        for arch, config in archs.items()
         for op in GEMMS
         for variant in ("plain", "masked")
     }
