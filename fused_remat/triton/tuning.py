@@ -61,14 +61,11 @@ def save(rows: dict[Key, Config]) -> Path:
 def candidates(key: Key) -> list[Config]:
     """Other tiles for that row: those of the same op and dtype anywhere in the tables, with each number of warps."""
     op, _, precision, _, _ = key
-    sizes = {
-        (row.block_m, row.block_n, row.block_k)
-        for other, row in configs.rows().items()
-        if (other[0], other[2]) == (op, precision)
-    }
+    found = (row for (other, _, of, *_), row in configs.rows().items() if (other, of) == (op, precision))
+    shapes = {(row.block_m, row.block_n, row.block_k, row.tma) for row in found}
     return [
-        Config(*blocks, num_warps=warps, num_stages=stages)
-        for blocks in sorted(sizes)
+        Config(*blocks, num_warps=warps, num_stages=stages, tma=tma)
+        for *blocks, tma in sorted(shapes)
         for warps in _WARPS
         for stages in _STAGES
     ]
