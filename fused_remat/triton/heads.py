@@ -56,6 +56,18 @@ def row_of(program, heads, length, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
+def angles(
+    t, b, position, b_stride, l_stride, e_stride, inside, first, is_pair, GAP: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """cos or sin of both members of the pairs."""
+    row = b * b_stride + position.to(tl.int64) * l_stride
+    return (
+        load_features(t, row, inside, first, is_pair, e_stride, DTYPE),
+        load_features(t, row, inside, first + GAP, is_pair, e_stride, DTYPE),
+    )
+
+
+@triton.jit
 def transform_heads_kernel(
     heads, b_stride, h_stride, l_stride,  # [B, H, L, E], dense last dim, in place
     weight,  # [E] or None
@@ -83,12 +95,8 @@ def transform_heads_kernel(
         x_second = weighted(x_second, by, weight, first + GAP, is_pair).to(STORED).to(DTYPE)
         store_features(heads, row, inside, rest, is_rest, weighted(x_rest, by, weight, rest, is_rest))
     if cos is not None:
-        cos_row = b * cos_b + position.to(tl.int64) * cos_l
-        sin_row = b * sin_b + position.to(tl.int64) * sin_l
-        cos_first = load_features(cos, cos_row, inside, first, is_pair, cos_e, DTYPE)
-        sin_first = load_features(sin, sin_row, inside, first, is_pair, sin_e, DTYPE)
-        cos_second = load_features(cos, cos_row, inside, first + GAP, is_pair, cos_e, DTYPE)
-        sin_second = load_features(sin, sin_row, inside, first + GAP, is_pair, sin_e, DTYPE)
+        cos_first, cos_second = angles(cos, b, position, cos_b, cos_l, cos_e, inside, first, is_pair, GAP, DTYPE)
+        sin_first, sin_second = angles(sin, b, position, sin_b, sin_l, sin_e, inside, first, is_pair, GAP, DTYPE)
         store_features(heads, row, inside, first, is_pair, x_first * cos_first - x_second * sin_first)
         store_features(heads, row, inside, first + GAP, is_pair, x_second * cos_second + x_first * sin_second)
 
@@ -119,12 +127,8 @@ def transform_heads_bwd_kernel(
         d_first = load_features(dheads, row, inside, first, is_pair, 1, DTYPE)
         d_second = load_features(dheads, row, inside, first + GAP, is_pair, 1, DTYPE)
         if cos is not None:
-            cos_row = b * cos_b + position.to(tl.int64) * cos_l
-            sin_row = b * sin_b + position.to(tl.int64) * sin_l
-            cos_first = load_features(cos, cos_row, inside, first, is_pair, cos_e, DTYPE)
-            sin_first = load_features(sin, sin_row, inside, first, is_pair, sin_e, DTYPE)
-            cos_second = load_features(cos, cos_row, inside, first + GAP, is_pair, cos_e, DTYPE)
-            sin_second = load_features(sin, sin_row, inside, first + GAP, is_pair, sin_e, DTYPE)
+            cos_first, cos_second = angles(cos, b, position, cos_b, cos_l, cos_e, inside, first, is_pair, GAP, DTYPE)
+            sin_first, sin_second = angles(sin, b, position, sin_b, sin_l, sin_e, inside, first, is_pair, GAP, DTYPE)
             d_first, d_second = (
                 d_first * cos_first + d_second * sin_second,
                 d_second * cos_second - d_first * sin_first,

@@ -8,15 +8,14 @@ from __future__ import annotations
 import struct
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_remat.triton import configs, launch, mlp_configs
-from fused_remat.triton.configs import Config, dtype_class
+from fused_remat.triton import launch, mlp_configs, mlp_plan
+from fused_remat.triton.configs import Config
 from fused_remat.triton.dropout import drop_threshold
 from fused_remat.triton.mlp_bwd import mlp_dact_kernel, mlp_dhidden_kernel, mlp_fused_kernel
 from fused_remat.triton.mlp_fwd import mlp_act_kernel, mlp_fwd_kernel
@@ -85,121 +84,15 @@ def _dropping(seed: Tensor, p: float, row0: int, feature0: int, hidden_features:
     return Dropping(seed, row0, feature0, hidden_features, *_drop_numbers(p)) if p > 0.0 else Dropping()
 
 
-class Plan(NamedTuple):
-    """What of a GEMM kernel's launch depends on shapes, strides, dtype and configuration alone."""
-
-    grid: tuple[int]
-    blocks_m: int
-    meta: dict[str, Any]
-    accesses: tuple[str | None, ...]
-    blocks: tuple[tuple[int, int], ...]
-
-
-# Which operands each op of `mlp_configs.GEMMS` takes, in order; those named W cut the features, the others the rows.
-_FORWARD, _FUSED, _DHIDDEN = ("X", "W_UP", "W_GATE"), ("X", "W_UP", "W_GATE", "DY", "W_DOWN"), ("DY", "W_DOWN")
-_OPERANDS = {
-    "mlp_fwd": _FORWARD,
-    "mlp_fwd_gated": _FORWARD,
-    "mlp_dual": _FUSED,
-    "mlp_triple": _FUSED,
-    "mlp_dhidden": _DHIDDEN,
-    "mlp_dhidden_gated": _DHIDDEN,
-}
-Key = tuple[torch.Size, tuple[int, ...], bool]  # shape, strides, whether TMA may start at its address
-
-
-def _key(operand: Tensor | None) -> Key | None:
-    return None if operand is None else (operand.shape, operand.stride(), operand.data_ptr() % 16 == 0)
-
-
-def _access(key: Key, itemsize: int, tma: bool) -> str:
-    """How kernels load an operand: through a descriptor of it or its transpose, or through pointers."""
-    shape, strides, aligned = key
-    if tma and aligned and 0 not in shape:
-        for access, inner in (("rows", 1), ("columns", 0)):
-            outer = strides[1 - inner]
-            if strides[inner] == 1 and outer >= shape[inner] and outer * itemsize % 16 == 0:
-                return access
-    return "pointers"
-
-
-def _aligned(*operands: Tensor | None) -> bool:
-    """Whether each can be loaded in pieces of 16 bytes: where a descriptor could describe it."""
-    return all(t is None or _access(_key(t), t.dtype.itemsize, tma=True) != "pointers" for t in operands)
-
-
 def _forward_path(layer: Layer) -> str:
     x = layer.x
-    return mlp_configs.forward_path(x.dtype, arch_of(x), _aligned(x, layer.w_up, layer.w_gate))
+    return mlp_configs.forward_path(x.dtype, arch_of(x), mlp_plan.aligned(x, layer.w_up, layer.w_gate))
 
 
 def _backward_path(layer: Layer, dy: Tensor, w_down: Tensor) -> str:
     x = layer.x
-    aligned = _aligned(x, layer.w_up, layer.w_gate, dy, w_down)
+    aligned = mlp_plan.aligned(x, layer.w_up, layer.w_gate, dy, w_down)
     return mlp_configs.backward_path(x.shape[1], dy.shape[1], x.dtype, arch_of(x), aligned)
-
-
-def _overflows(offset: int) -> bool:
-    """Whether an offset within a block needs more than 32 bits."""
-    return offset >= 2**31
-
-
-@configs.plan_cache
-def _plan(
-    op: str,
-    keys: tuple[Key | None, ...],
-    row_strides: tuple[int, ...],
-    dtype: torch.dtype,
-    precision: str,
-    arch: int,
-    dropout: bool,
-) -> Plan:
-    config = configs.choose(op, 0, dtype, arch, "masked" if dropout else "plain")
-    names = _OPERANDS[op]
-    blocks = tuple((config.block_n if name.startswith("W") else config.block_m, config.block_k) for name in names)
-    accesses = tuple(None if key is None else _access(key, dtype.itemsize, config.tma) for key in keys)
-    (rows, depth), features = keys[0][0], keys[1][0][0]
-    strides = [(key[1], block) for key, block in zip(keys, blocks, strict=True) if key is not None]
-    reached = [abs(row) * height + abs(col) * width for (row, col), (height, width) in strides]
-    reached += [stride * config.block_m for stride in row_strides]
-    meta = {f"{name}_ACCESS": access for name, access in zip(names, accesses, strict=True)} | {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "PARTS": mlp_configs.parts(op, config),
-        "EVEN": depth % config.block_k == 0,
-        "WIDE": _overflows(max(reached)),
-        "PRECISION": "tf32" if precision == "tf32" else "ieee",
-        "WARP_SPECIALIZE": config.warp_specialize,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-    if "DY" in names[1:]:
-        meta["EVEN_OUT"] = keys[3][0][1] % config.block_k == 0
-    blocks_m = triton.cdiv(rows, config.block_m)
-    return Plan((blocks_m * triton.cdiv(features, config.block_n),), blocks_m, meta, accesses, blocks)
-
-
-def _gemm_plan(
-    op: str, operands: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...], dropping: Dropping
-) -> Plan:
-    x = operands[0]
-    row_strides = tuple(t.stride(0) for t in outputs if t is not None)
-    keys = tuple(_key(operand) for operand in operands)
-    return _plan(op, keys, row_strides, x.dtype, dtype_class(x.dtype), arch_of(x), dropping.seed is not None)
-
-
-def _operand_args(operands: tuple[Tensor | None, ...], plan: Plan) -> list:
-    args: list = []
-    for operand, access, block in zip(operands, plan.accesses, plan.blocks, strict=True):
-        if operand is None:
-            args += [None, 0, 0]
-        elif access == "pointers":
-            args += [operand, *operand.stride()]
-        else:
-            matrix, box = (operand, block) if access == "rows" else (operand.t(), block[::-1])
-            args += [TensorDescriptor(matrix, matrix.shape, matrix.stride(), list(box)), *operand.stride()]
-    return args
 
 
 def _rows_of(*matrices: Tensor | None) -> list:
@@ -252,10 +145,10 @@ def _fused_forward(
 ) -> None:
     operands = (layer.x, layer.w_up, layer.w_gate)
     op = "mlp_fwd" if layer.w_gate is None else "mlp_fwd_gated"
-    plan = _gemm_plan(op, operands, (hidden, *residuals), dropping)
+    plan = mlp_plan.gemm_plan(op, operands, (hidden, *residuals), dropping.seed is not None)
     kept = [arg for t in residuals for arg in (*_rows_of(t), 0 if t is None else t.shape[1])]
     launch.launch(
-        mlp_fwd_kernel, plan.grid, *_operand_args(operands, plan), layer.b_up, layer.b_gate, *dropping, *kept,
+        mlp_fwd_kernel, plan.grid, *mlp_plan.operand_args(operands, plan), layer.b_up, layer.b_gate, *dropping, *kept,
         *_rows_of(hidden), *hidden.shape, layer.x.shape[1], ACTIVATION=activation, **plan.meta,
     )  # fmt: skip
 
@@ -290,7 +183,7 @@ def _elementwise_grid(hidden: Tensor, rows: int, config: Config) -> tuple[int]:
 
 
 def _wide_rows(block_rows: int, *matrices: Tensor | None) -> bool:
-    return _overflows(max(m.stride(0) * block_rows for m in matrices if m is not None))
+    return mlp_plan.overflows(max(m.stride(0) * block_rows for m in matrices if m is not None))
 
 
 def mlp_bwd_chunk(
@@ -389,10 +282,11 @@ def _fused_backward(
 ) -> None:
     operands = (layer.x, layer.w_up, layer.w_gate, dy, w_down.t())
     outputs = (buffers.hidden, buffers.dup, buffers.dgate)
-    plan = _gemm_plan("mlp_dual" if layer.w_gate is None else "mlp_triple", operands, outputs, dropping)
+    op = "mlp_dual" if layer.w_gate is None else "mlp_triple"
+    plan = mlp_plan.gemm_plan(op, operands, outputs, dropping.seed is not None)
     partials = Partials(buffers, plan.blocks_m)
     launch.launch(
-        mlp_fused_kernel, plan.grid, *_operand_args(operands, plan), layer.b_up, layer.b_gate, *dropping,
+        mlp_fused_kernel, plan.grid, *mlp_plan.operand_args(operands, plan), layer.b_up, layer.b_gate, *dropping,
         *_rows_of(*outputs), *partials.args, *buffers.hidden.shape, layer.x.shape[1], dy.shape[1],
         ACTIVATION=activation, **plan.meta,
     )  # fmt: skip
@@ -405,10 +299,10 @@ def _epilogue_backward(
     operands = (dy, w_down.t())
     outputs = (buffers.hidden, buffers.dup, buffers.dgate)
     op = "mlp_dhidden" if gate.values is None else "mlp_dhidden_gated"
-    plan = _gemm_plan(op, operands, (*outputs, up.values, gate.values), dropping)
+    plan = mlp_plan.gemm_plan(op, operands, (*outputs, up.values, gate.values), dropping.seed is not None)
     partials = Partials(buffers, plan.blocks_m)
     launch.launch(
-        mlp_dhidden_kernel, plan.grid, *_operand_args(operands, plan), *_rows_of(up.values, gate.values),
+        mlp_dhidden_kernel, plan.grid, *mlp_plan.operand_args(operands, plan), *_rows_of(up.values, gate.values),
         up.bias, gate.bias, *dropping, *_rows_of(*outputs), *partials.args, *buffers.hidden.shape, dy.shape[1],
         ACTIVATION=activation, **plan.meta,
     )  # fmt: skip

@@ -109,7 +109,7 @@ def kept_elements(
     """Which elements of the block at (row, col) of the tile survive; they are numbered within [M, hidden_features]."""
     keep = None
     if seed is not None:
-        first = tl.cast(row0 + row, tl.int64) * hidden_features + feature0 + col
+        first = (tl.cast(row0, tl.int64) + row) * hidden_features + feature0 + col
         index = first + tl.arange(0, ROWS).to(tl.int64)[:, None] * hidden_features + tl.arange(0, COLS)[None, :]
         keep = dropout.kept(tl.load(seed), index, threshold)
     return keep

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mlp_chunks import Chunk
 
-from fused_remat.triton import configs, launch, mlp, mlp_configs, targets
+from fused_remat.triton import configs, launch, mlp, mlp_configs, mlp_plan, targets
 from fused_remat.triton.configs import Config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,7 +92,7 @@ def test_what_a_descriptor_cannot_describe():
     shape, itemsize = torch.Size((8, 16)), 2
 
     def access(strides, aligned=True, shape=shape, tma=True):
-        return mlp._access((shape, strides, aligned), itemsize, tma)
+        return mlp_plan.access_of((shape, strides, aligned), itemsize, tma)
 
     assert access((16, 1)) == "rows"
     assert access((24, 1)) == "rows"
@@ -112,7 +112,7 @@ def test_wide_offsets_change_nothing(path, gated, meta, monkeypatch):
     narrow = _both_halves(chunk, given, path)
     assert not any(constants.get("WIDE") for constants in meta)
     meta.clear()
-    monkeypatch.setattr(mlp, "_overflows", lambda offset: True)
+    monkeypatch.setattr(mlp_plan, "overflows", lambda offset: True)
     with _in_force(configs.choose("mlp_fwd", 0, torch.float32, 0, "plain")):
         wide = _both_halves(chunk, given, path)
     assert all(constants.get("WIDE", True) for constants in meta)
@@ -125,7 +125,7 @@ def test_offsets_are_wide_where_they_must_be():
 
     def wide(stride):
         keys = ((shape, (stride, 1), True), (shape, (8, 1), True), None)
-        return mlp._plan("mlp_fwd", keys, (8,), torch.float32, "ieee", 0, False).meta["WIDE"]
+        return mlp_plan.plan("mlp_fwd", keys, (8,), torch.float32, "ieee", 0, False).meta["WIDE"]
 
     assert not wide(rows - 64)
     assert wide(rows)
