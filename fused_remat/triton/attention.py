@@ -53,14 +53,15 @@ def plan(op: str, facts: Facts, flags: tuple[tuple[str, bool], ...]) -> tuple[Sp
     given = dict(flags)
     extras = bool(facts.attn_mask or facts.key_mask) + facts.dropout + given.get("dweights", False)
     variant = ("plain", "masked", "everything")[min(extras, 2)]
-    key = op, max(facts.width, facts.value_width), facts.dtype, facts.arch
+    double = facts.dtype == torch.float64
+    key = op, max(facts.width, facts.value_width) * (2 if double else 1), facts.dtype, facts.arch
     config = configs.choose(*key, variant if facts.tma else UNALIGNED)
     spec = Spec(
         block_m=config.block_m,
         block_n=config.block_n,
         width=facts.width,
         value_width=facts.value_width,
-        double=facts.dtype == torch.float64,
+        double=double,
         precision=facts.precision,
         attn_mask=facts.attn_mask,
         mask_rows=facts.mask_rows,

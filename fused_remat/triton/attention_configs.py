@@ -12,7 +12,8 @@ from fused_remat.triton.configs import Config, Key
 from fused_remat.triton.targets import INTERPRETER
 
 OPS = ("attention_fwd", "attention_delta", "attention_dkdv", "attention_dq", "attention_dmask", "attention_weights")
-WIDTHS = (64, 128, 256)  # of q or v, the wider; rounded up to one of these
+# Of q or v, the wider, rounded up to one of these. A float64 number takes the room of two; only such heads are wider.
+WIDTHS = (64, 128, 256, 512)
 VARIANTS = ("plain", "masked", "everything")
 # Of operands that are not aligned to 16 bytes: their addresses take the registers of masks and dropout.
 UNALIGNED = "everything"
@@ -20,7 +21,7 @@ UNALIGNED = "everything"
 # (queries, keys[, stages = 2[, tma]]); tma is on by default from 90 on.
 Tile = tuple[int, ...]
 
-# op -> variant -> architecture -> a tile for each of WIDTHS
+# op -> variant -> architecture -> a tile for each of WIDTHS up to 256
 _HALF: dict[str, dict[str, dict[int, tuple[Tile, Tile, Tile]]]] = {
     "attention_fwd": {
         "plain": {
@@ -52,7 +53,7 @@ _HALF: dict[str, dict[str, dict[int, tuple[Tile, Tile, Tile]]]] = {
         },
         "everything": {
             80: ((128, 32), (64, 32), (64, 16)),
-            90: ((128, 64), (128, 32), (64, 32)),
+            90: ((128, 64), (128, 32, 2, False), (64, 32)),
             100: ((64, 64), (64, 64), (64, 32)),
         },
     },
@@ -106,8 +107,13 @@ _TF32_ELSE = ((64, 64), (64, 32), (32, 32))
 # Where a block has 99 KiB of shared memory: what does not fit from 80, see `configs.architecture_row`.
 _SMALL_HALF = {("attention_dkdv", 256): (32, 32), ("attention_dq", 256): (32, 32), ("attention_dmask", 256): (32, 32)}
 _SMALL_TF32 = ((32, 32), (32, 32), (16, 16))
-# Other float32 and float64.
-_IEEE = ((32, 32), (16, 16), (16, 16))
+# Other float32, and float64: (queries, keys, warps) for each of WIDTHS.
+_IEEE = {
+    "attention_fwd": ((64, 32, 8), (32, 32, 8), (32, 32, 8), (16, 16, 4)),
+    "attention_dkdv": ((32, 32, 8), (16, 32, 4), (16, 32, 8), (16, 16, 4)),
+    "attention_dq": ((64, 32, 8), (32, 32, 8), (32, 16, 8), (16, 16, 4)),
+}
+_IEEE_ELSE = ((32, 32, 4), (16, 16, 4), (16, 16, 4), (16, 16, 4))
 # So small that the shapes of tests cross the edges of tiles.
 _INTERPRETED = (64, 32)
 
@@ -122,10 +128,11 @@ def _rows() -> dict[Key, Config]:
         for precision in ("half", "tf32", "ieee"):
             rows[op, width, precision, INTERPRETER, variant] = Config(*_INTERPRETED, num_warps=4)
         for arch, tiles in _HALF[op][variant].items():
-            rows[op, width, "half", arch, variant] = _half(arch, *tiles[place])
-            rows[op, width, "tf32", arch, variant] = Config(*_TF32.get(op, _TF32_ELSE)[place])
-            rows[op, width, "ieee", arch, variant] = Config(*_IEEE[place], num_warps=4, num_stages=1)
-        rows[op, width, "tf32", 86, variant] = Config(*_SMALL_TF32[place], num_warps=4)
+            rows[op, width, "half", arch, variant] = _half(arch, *tiles[min(place, 2)])
+            rows[op, width, "tf32", arch, variant] = Config(*_TF32.get(op, _TF32_ELSE)[min(place, 2)])
+            queries, keys, warps = _IEEE.get(op, _IEEE_ELSE)[place]
+            rows[op, width, "ieee", arch, variant] = Config(queries, keys, num_warps=warps, num_stages=1)
+        rows[op, width, "tf32", 86, variant] = Config(*_SMALL_TF32[min(place, 2)], num_warps=4)
     for (op, width), tile in _SMALL_HALF.items():
         rows[op, width, "half", 86, "plain"] = Config(*tile)
     return rows
