@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import importlib
 import os
+from functools import cache
 
 import torch
 
 from fused_remat import _extension
 
 WIDEST_HEAD = 256  # a tile holds whole rows of q, k and v
+FP64_TENSOR_CORES = (80, 90)
 
 
 def arch_of(device: torch.device) -> int | None:
-    """Ten times the compute capability of a CUDA device; None for another one."""
-    if device.type != "cuda":
+    """Ten times the compute capability of a CUDA device; None for another one, or where no GPU is."""
+    return _capability(device.index) if device.type == "cuda" else None
+
+
+@_extension.constant_when_traced
+@cache
+def _capability(index: int | None) -> int | None:
+    # A tensor may claim to be on a GPU that is not there: a stand-in, for tracing or for estimating memory.
+    if not torch.cuda.is_available():
         return None
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
 
 

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -46,9 +47,12 @@ def examine() -> dict[str, Any]:
         **_workspace(),
     }
     devices = ["cpu", "cuda"] if gpus and torch.version.cuda else ["cpu"]
+    arch = _arch(gpus)
     for op in _OPS:
         facts[op] = {
-            f"{name} on {device}": _choice(op, device, dtype) for device in devices for name, dtype in _DTYPES.items()
+            f"{name} on {device}": _choice(op, device, dtype, arch if device == "cuda" else None)
+            for device in devices
+            for name, dtype in _DTYPES.items()
         }
     return facts
 
@@ -163,9 +167,15 @@ def _describe_workspace(facts: dict[str, Any]) -> str:
     return f"{sizes} ({facts['workspace_from']})"
 
 
-def _choice(op: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
+def _arch(gpus: list[str]) -> int | None:
+    """Ten times the compute capability of the first GPU, as the driver's tool told it: torch would make a context."""
+    told = re.search(r"compute capability (\d+)\.(\d)", gpus[0]) if gpus else None
+    return None if told is None else 10 * int(told[1]) + int(told[2])
+
+
+def _choice(op: str, device: str, dtype: torch.dtype, arch: int | None) -> dict[str, Any]:
     """The backend that a call of `op` would run, and the reasons against those that cannot."""
-    call = dispatch.Call(op=op, device=device, dtype=dtype, activation=_OPS[op])
+    call = dispatch.Call(op=op, device=device, dtype=dtype, activation=_OPS[op], arch=arch)
     chosen = dispatch.resolve(call)
     reasons = {name: dispatch.why_not(name, call) for name in dispatch.BACKENDS}
     return {"backend": chosen, "why_not": {name: why for name, why in reasons.items() if why}}

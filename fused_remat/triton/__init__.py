@@ -11,6 +11,7 @@ from fused_remat.triton import targets
 
 OLDEST_TRITON = (3, 6)
 OLDEST_ARCH = 80
+_VERSION = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
 
 
 def why_not(device: str, dtype: torch.dtype, arch: int | None) -> list[str]:
@@ -19,7 +20,7 @@ def why_not(device: str, dtype: torch.dtype, arch: int | None) -> list[str]:
     `device` is a device type, `arch` ten times the compute capability of a CUDA device.
     """
     reasons = []
-    if _version(triton.__version__) < OLDEST_TRITON:
+    if _VERSION < OLDEST_TRITON:
         reasons.append(f"Triton {triton.__version__} is older than {'.'.join(map(str, OLDEST_TRITON))}")
     if device == "cpu":
         reasons += _why_not_interpreted(dtype)
@@ -30,10 +31,6 @@ def why_not(device: str, dtype: torch.dtype, arch: int | None) -> list[str]:
     elif arch is not None and arch < OLDEST_ARCH:
         reasons.append(f"compute capability {arch / 10} is below {OLDEST_ARCH / 10}")
     return reasons
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 def _why_not_interpreted(dtype: torch.dtype) -> list[str]:

@@ -1,4 +1,4 @@
-"""The one place that starts a kernel."""
+"""The one place that starts an op's kernel."""
 
 from __future__ import annotations
 

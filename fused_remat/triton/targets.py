@@ -1,4 +1,4 @@
-"""Which machine the kernels are made for."""
+"""Which machine the kernels are made for, and what an interpreter there can do."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from fused_remat.triton.configs import Config, Key
 _KEY = ("op", "width", "dtype", "arch", "variant")
 # What a candidate may try beside the sizes of the table's own rows.
 _WARPS, _STAGES = (4, 8), (1, 2, 3)
-# Raised by Triton where a candidate does not fit the GPU.
-_UNFIT = (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError)
+# Raised where a candidate does not fit the GPU or the compiler gives up on it.
+_UNFIT = (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError)
 
 
 def path() -> Path:
@@ -59,9 +59,13 @@ def save(rows: dict[Key, Config]) -> Path:
 
 
 def candidates(key: Key) -> list[Config]:
-    """Other tiles for that row: those of the same op and dtype anywhere in the tables, with each number of warps."""
-    op, _, precision, _, _ = key
-    found = (row for (other, _, of, *_), row in configs.rows().items() if (other, of) == (op, precision))
+    """Other tiles for that row: those of the same op, dtype and architecture, with each number of warps and stages.
+
+    None of another architecture: too much tensor memory compiles without an error, and kills the process when it runs.
+    """
+    op, _, precision, arch, _ = key
+    arch = 80 if arch == 86 else arch
+    found = (row for (other, _, *of, _), row in configs.rows().items() if (other, *of) == (op, precision, arch))
     shapes = {(row.block_m, row.block_n, row.block_k, row.tma) for row in found}
     return [
         Config(*blocks, num_warps=warps, num_stages=stages, tma=tma)
