@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_remat.triton import configs, launch, targets
+from fused_remat.triton import attention_tiles, configs, launch, targets
 from fused_remat.triton.attention_bwd import attention_dkdv_kernel, attention_dq_kernel
 from fused_remat.triton.attention_configs import UNALIGNED
 from fused_remat.triton.attention_delta import attention_delta_kernel
@@ -19,7 +19,7 @@ from fused_remat.triton.attention_tiles import Grid, Heads, Numbers, Rows, Spec
 from fused_remat.triton.attention_weights import attention_dmask_kernel, attention_weights_kernel
 from fused_remat.triton.dropout import drop_threshold
 
-LOG2E = 1.4426950408889634
+LOG2E = attention_tiles.LOG2E.value
 # Positions are compared as 32-bit numbers; no length comes near.
 FARTHEST = 2**30
 # Row strides from here on take a tile of 256 rows beyond 32-bit offsets.
@@ -97,6 +97,8 @@ class Call:
         head0: int,
         num_heads: int,
         factor: float = 1.0,
+        *,
+        written: tuple[Tensor | None, ...] = (),  # by tiles
     ) -> None:
         self.operands = operands
         q, k = operands[:2]
@@ -118,7 +120,7 @@ class Call:
             high=band_high < masked_keys - 1,
             extra_keys=extra_keys > 0,
             dropout=dropout_p > 0.0,
-            wide=any(t.stride(2) >= WIDE_STRIDE for t in operands),
+            wide=any(t is not None and t.stride(2) >= WIDE_STRIDE for t in (*operands, *written)),
             tma=all(_suits_tma(t) for t in operands),
             precision="tf32" if q.dtype == torch.float32 and configs.allows_tf32() else "ieee",
         )
@@ -221,7 +223,7 @@ def attention_fwd(
     """out and lse from q, k, v; see `csrc/attention.h`."""
     call = Call(
         (q, k, v), v.shape[3], attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, head0,
-        num_heads,
+        num_heads, written=(out,),
     )  # fmt: skip
     if call.rows == 0:
         return
@@ -240,7 +242,7 @@ def attention_delta(
     """delta and correction, and out where it is to be rebuilt; see `csrc/attention.h`."""
     call = Call(
         (q, k, v), v.shape[3], attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, head0,
-        num_heads, factor,
+        num_heads, factor, written=(out,),
     )  # fmt: skip
     if call.rows == 0:
         return
@@ -259,7 +261,7 @@ def attention_bwd(
     """The gradients that are not None, each zeroed; see `csrc/attention.h`."""
     call = Call(
         (q, k, v, dout), v.shape[3], attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale,
-        head0, num_heads, factor,
+        head0, num_heads, factor, written=(dq, dk, dv),
     )  # fmt: skip
     if call.rows == 0 or call.length_k == 0:
         return

@@ -53,9 +53,9 @@ def attention_dkdv_kernel(
 ):  # fmt: skip
     """A program owns a tile of keys of one key-value head, and visits the query heads that share it in turn."""
     place = tl.program_id(0)
-    tiles = tl.cdiv(n.length_k, SPEC.block_n)
-    j0 = place % tiles * SPEC.block_n
-    place = place // tiles
+    key_tiles = tl.cdiv(n.length_k, SPEC.block_n)
+    j0 = place % key_tiles * SPEC.block_n
+    place = place // key_tiles
     kv_heads = n.heads // n.group
     kv_head = (place % kv_heads).to(tl.int64)
     batch = (place // kv_heads).to(tl.int64)

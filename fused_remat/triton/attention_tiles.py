@@ -6,7 +6,7 @@ its flag in `Spec`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import triton
@@ -94,23 +94,20 @@ class Spec:
     dv: bool = False
     sum_queries: bool = False  # a mask's gradient has one row, one column for all
     sum_keys: bool = False
+    # What follows from the others is a field too: Triton's cache on disk knows a compiled kernel by this object's text.
+    block_e: int = field(init=False)
+    block_v: int = field(init=False)
+    # Scores are in natural units: a float mask times log2(e) could overflow. Otherwise they are in log2 units.
+    natural: bool = field(init=False)
 
-    @property
-    def block_e(self) -> int:
-        return _block(self.width)
-
-    @property
-    def block_v(self) -> int:
-        return _block(self.value_width)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_e", _block(self.width))
+        object.__setattr__(self, "block_v", _block(self.value_width))
+        object.__setattr__(self, "natural", "float" in (self.attn_mask, self.key_mask))
 
     @property
     def accumulate(self) -> tl.dtype:
         return tl.float64 if self.double else tl.float32
-
-    @property
-    def natural(self) -> bool:
-        """Scores are in natural units: a float mask times log2(e) could overflow. Otherwise they are in log2 units."""
-        return "float" in (self.attn_mask, self.key_mask)
 
 
 def _block(width: int) -> int:
@@ -228,10 +225,10 @@ def load_heads(x, batch, head, row0, length, ROWS: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def store_heads(x, tile, batch, head, row0, length, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-                SPEC: tl.constexpr, FIRST: tl.constexpr = 0):  # fmt: skip
-    """`tile` [ROWS, BLOCK] to `x`, from the column FIRST on."""
+                SPEC: tl.constexpr):  # fmt: skip
+    """`tile` [ROWS, BLOCK] to `x`."""
     base = x.ptr + batch * x.batch + head * x.head + row0.to(tl.int64) * x.row
-    row, col = offsets(ROWS, SPEC)[:, None], FIRST + tl.arange(0, BLOCK)[None, :]
+    row, col = offsets(ROWS, SPEC)[:, None], tl.arange(0, BLOCK)[None, :]
     seen = (row0 + row < length) & (col < WIDTH)
     tl.store(base + row * x.row + col, tile.to(x.ptr.dtype.element_ty), mask=seen)
 

@@ -164,7 +164,7 @@ def transform_heads_bwd_kernel(
 
 def _rotation(cos: Tensor | None, sin: Tensor | None) -> tuple:
     """cos and sin with their strides along B, L, R."""
-    if cos is None or sin is None:
+    if cos is None:
         return (None, 0, 0, 0) * 2
     return tuple(arg for t in (cos, sin) for arg in (t, 0 if t.shape[0] == 1 else t.stride(0), *t.stride()[1:]))
 
