@@ -49,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if begun - start + slowest > options.seconds:
             row = {"case": case.name, "skipped": "out of time"}
         else:
-            row = _case(operation, case, device, options.backend)
+            try:
+                row = _case(operation, case, device, options.backend)
+            except Exception as error:  # one case's trouble, on a smaller GPU say, is not that of the others
+                row = {"case": case.name, "skipped": _reason(error)}
             slowest = max(slowest, time.monotonic() - begun)
         with options.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -117,13 +120,17 @@ def _noted(name: str, not_run: dict[str, str]) -> Iterator[None]:
     """Who raises is noted with the reason. One provider's trouble is not that of the others."""
     try:
         yield
-    except NotRun as reason:
-        not_run[name] = str(reason)
-    except torch.OutOfMemoryError:
-        not_run[name] = "out of memory"
-        torch.cuda.empty_cache()
     except Exception as error:
-        not_run[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        not_run[name] = _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, NotRun):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return "out of memory"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def _times(timing: Timing, times: dict[str, Timing]) -> dict[str, Any]:

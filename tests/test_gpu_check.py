@@ -96,7 +96,7 @@ def test_without_a_gpu_only_a_dry_run(capsys):
 
 
 def test_the_default_time_is_under_eight_minutes():
-    assert gpu_check.DEFAULT_SECONDS < 480
+    assert sum(gpu_check.PARTS.values()) <= gpu_check.DEFAULT_SECONDS < 480
     assert set(gpu_check.PARTS) == {"build", "tests", "sanitizer", *gpu_parts.TIMED}
 
 

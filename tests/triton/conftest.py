@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
+
+
+# The others put their tensors on the CPU, where only an interpreter runs kernels.
+ON_A_GPU_TOO = ("test_mlp_tiles.py", "test_mlp_launches.py", "test_norm.py", "test_heads.py", "test_sums.py")
+
+
+def _needs_interpreter(name: str) -> bool:
+    interpreter = os.environ.get("TRITON_INTERPRET") == "1" or "ttsem" in sys.modules
+    return not interpreter and torch.cuda.is_available() and name not in ON_A_GPU_TOO
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
+            if _needs_interpreter(item.path.name):
+                item.add_marker(pytest.mark.skip(reason="runs on CPU tensors: set TRITON_INTERPRET=1"))
             # The interpreter computes with NumPy, which warns about the infinities and NaNs that kernels mean.
             item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
 
