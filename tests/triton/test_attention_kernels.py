@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_calls import UNLIMITED, Case
 
+from fused_remat.triton import attention
 from fused_remat.triton.configs import Config
 
 pytestmark = [
@@ -159,6 +160,27 @@ def test_offsets_beyond_32_bits(name):
     far = base.as_strided(given[name].shape, strides).copy_(given[name])
     for result, tensor in calls.run("triton", case, given | {name: far}).items():
         assert torch.equal(tensor, near[result]), result
+
+
+def test_results_beyond_32_bits():
+    case = Case(batch=1, heads=1, length_q=3, length_k=3, dtype=torch.float16)
+    given = calls.operands(case)
+    near = calls.run("triton", case, given)
+    memory = torch.empty(2**31 + 65536, dtype=torch.float16)
+    out = memory.as_strided((1, 1, 3, 16), (0, 0, 2**30, 1))
+    lse = torch.empty(1, 1, 3)
+    attention.attention_fwd(given["q"], given["k"], given["v"], *calls.attending(case, given), out, lse)
+    assert torch.equal(out, near["out"])
+    memory = torch.empty(2**31 + 65536, dtype=torch.float32)
+    made = {name: memory.as_strided((1, 1, 3, 16), (0, 0, 2**30, 1), 32 * place)
+            for place, name in enumerate(("dq", "dk", "dv"))}  # fmt: skip
+    rows = calls.delta("triton", case, given, near)
+    attention.attention_bwd(
+        given["q"], given["k"], given["v"], *calls.attending(case, given), near["lse"], rows["correction"],
+        rows["delta"], given["dout"], None, 1.0, *made.values(), None, None,
+    )  # fmt: skip
+    for name, gradient in made.items():
+        assert torch.equal(gradient, near[name]), name
 
 
 # What is computed -----------------------------------------------------------------------------------------------------
