@@ -11,7 +11,7 @@ import torch
 from fused_remat import _extension
 
 WIDEST_HEAD = 256  # a tile holds whole rows of q, k and v
-FP64_TENSOR_CORES = (80, 90)
+FP64_ARCHITECTURES = (80, 90)  # for others some Tritons make no matrix instructions of float64, and spill
 
 
 def arch_of(device: torch.device) -> int | None:

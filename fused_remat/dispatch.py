@@ -51,10 +51,8 @@ def _why_not_triton(call: Call) -> list[str]:
     reasons = [*_triton.why_not(call.device, call.dtype, call.arch), *_why_not_compiled(call)]
     if call.width is not None and call.width > _triton.WIDEST_HEAD:
         reasons.append(f"heads are {call.width} wide, the Triton kernels take up to {_triton.WIDEST_HEAD}")
-    if call.width is not None and call.dtype == torch.float64 and call.arch not in (None, *_triton.FP64_TENSOR_CORES):
-        reasons.append(
-            "only GPUs of compute capability 8.0 and 9.0 have tensor cores for the float64 products of scores"
-        )
+    if call.width is not None and call.dtype == torch.float64 and call.arch not in (None, *_triton.FP64_ARCHITECTURES):
+        reasons.append("float64 attention is compiled well for compute capability 8.0 and 9.0 only")
     return reasons
 
 

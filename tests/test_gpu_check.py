@@ -216,6 +216,5 @@ def test_the_shapes_are_those_of_the_plan():
         (width, length, causal) for width in (64, 128) for length in (2048, 8192, 32768) for causal in (False, True)
     }
     goals = {case.gated: {(bar.baseline, bar.most) for bar in case.bars} for case in FULL.mlp if case.width == 4096}
-    assert goals == {
-        False: {(EAGER, 1.20), (CHECKPOINT, 1.05), ("checkpoint-reentrant", 0.92)}, True: {(EAGER, 1.25)}
-    }  # fmt: skip
+    checkpoints = {(CHECKPOINT, 1.05), ("checkpoint-reentrant", 0.92)}
+    assert goals == {False: {(EAGER, 1.20), *checkpoints}, True: {(EAGER, 1.25), *checkpoints}}

@@ -38,6 +38,14 @@ def load_rows(lse, correction, delta, batch, head, i, n, SPEC: tl.constexpr):
 
 
 @triton.jit
+def without_padding(s, i, n, SPEC: tl.constexpr):
+    """Queries beyond the last see nothing: sums over queries must not meet the NaN of a key that none sees."""
+    if not SPEC.even_q:
+        s = tl.where(i < n.length_q, s, float("-inf"))
+    return s
+
+
+@triton.jit
 def gradient_of_scores(p, dp, keep, delta, i, j, batch, head, dweights, n, SPEC: tl.constexpr):
     """The gradient of the masked scores, from p before dropout and dp = dout v^T."""
     if SPEC.dweights:
@@ -76,6 +84,7 @@ def attention_dkdv_kernel(
         q_tile = load_heads(q, batch, head, i0, n.length_q, SPEC.block_m, SPEC.width, SPEC.block_e, SPEC.even_q, SPEC)
         row, row_correction, row_delta = load_rows(lse, correction, delta, batch, head, i, n, SPEC)
         s = scores(k_tile, q_tile, i[None, :], j[:, None], batch, head, attn_mask, key_mask, n, SPEC)
+        s = without_padding(s, i[None, :], n, SPEC)
         p = probabilities(s, row[None, :], row_correction[None, :], SPEC)
         dout_tile = load_heads(
             dout, batch, head, i0, n.length_q, SPEC.block_m, SPEC.value_width, SPEC.block_v, SPEC.even_q, SPEC

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fused_remat.triton.attention_bwd import gradient_of_scores, load_rows
+from fused_remat.triton.attention_bwd import gradient_of_scores, load_rows, without_padding
 from fused_remat.triton.attention_delta import exponential_sums
 from fused_remat.triton.attention_tiles import (
     corrected,
@@ -127,6 +127,7 @@ def tile_gradient(
     q_tile = load_heads(q, batch, head, i0, n.length_q, SPEC.block_m, SPEC.width, SPEC.block_e, SPEC.even_q, SPEC)
     k_tile = load_heads(k, batch, kv_head, j0, n.length_k, SPEC.block_n, SPEC.width, SPEC.block_e, SPEC.even_k, SPEC)
     s = scores(q_tile, k_tile, i[:, None], j[None, :], batch, head, attn_mask, key_mask, n, SPEC)
+    s = without_padding(s, i[:, None], n, SPEC)
     row, row_correction, row_delta = load_rows(lse, correction, delta, batch, head, i, n, SPEC)
     p = probabilities(s, row[:, None], row_correction[:, None], SPEC)
     dout_tile = load_heads(

@@ -23,7 +23,7 @@ from fused_remat.triton.configs import Config, Key
 
 _KEY = ("op", "width", "dtype", "arch", "variant")
 # What a candidate may try beside the sizes of the table's own rows.
-_WARPS, _STAGES = (4, 8), (1, 2, 3)
+_WARPS, _STAGES = (4, 8), (1, 2, 3, 4)
 # Raised where a candidate does not fit the GPU or the compiler gives up on it.
 _UNFIT = (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError)
 

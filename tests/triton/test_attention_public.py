@@ -158,3 +158,17 @@ def test_weights_and_their_gradient(average, keep):
     for made, plain, exact in zip(ours, stock, truth, strict=True):
         error, allowed = ((t.double() - exact).norm().item() for t in (made, plain))
         assert error <= 2 * allowed + 1e-6 * exact.norm().item()
+
+
+@pytest.mark.parametrize("kind", ("causal", "mask"))
+def test_a_key_that_no_query_sees_may_be_nan(kind):
+    given = cases.operands(1, 1, 18, 24, 8, dtype=torch.float32)  # queries that do not fill a tile
+    mask = torch.ones(18, 24, dtype=torch.bool)
+    mask[:, 18:] = False
+    settings = {"is_causal": True} if kind == "causal" else {"attn_mask": mask}
+    with torch.no_grad():
+        given["k"][:, :, 20:] = math.nan
+    dout = torch.randn(1, 1, 18, 8)
+    expected = _results(given, {}, dout, backend="cpp", **settings)
+    for name, found in _results(given, {}, dout, **settings).items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6)

@@ -110,6 +110,7 @@ def test_an_interpreter_is_never_chosen_by_itself():
 WHY_NOT = {
     "is below 8.0": {"device": "cuda", "arch": 75},
     "the kernels are made for NVIDIA GPUs, the tensors are on xpu": {"device": "xpu"},
+    "float64 attention is compiled well for": {"device": "cuda", "arch": 100, "width": 64, "dtype": torch.float64},
     "heads are 257 wide": {"device": "cpu", "width": 257},
 }
 
@@ -117,7 +118,7 @@ WHY_NOT = {
 @pytest.mark.parametrize("reason", WHY_NOT)
 def test_a_call_that_the_kernels_cannot_run_says_why(reason, monkeypatch):
     monkeypatch.setattr(targets, "interpreted", lambda: WHY_NOT[reason]["device"] == "cpu")
-    call = dispatch.Call(op="attention", dtype=torch.float32, **WHY_NOT[reason])
+    call = dispatch.Call(**{"op": "attention", "dtype": torch.float32} | WHY_NOT[reason])
     assert any(reason in given for given in dispatch.why_not("triton", call))
     with fused_remat.backend("triton"), pytest.raises(RuntimeError, match=reason):
         dispatch.resolve(call)
