@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fused_remat.triton import launch
-from fused_remat.triton.norm import TRITON_DTYPES
+from fused_remat.triton.norm import TRITON_DTYPES, dense
 from fused_remat.triton.sums import column_sums
 
 # Elements of a program's block of rows, and its most rows.
@@ -201,7 +201,7 @@ def transform_heads(
     launch.launch(
         transform_heads_kernel,
         (batch * n_heads * triton.cdiv(length, block_rows),),
-        *(heads, *heads.stride()[:3], norm_weight, *_rotation(cos, sin), n_heads, length),
+        *(heads, *heads.stride()[:3], dense(norm_weight), *_rotation(cos, sin), n_heads, length),
         EPS=eps,
         DTYPE=tl.float64 if heads.dtype == torch.float64 else tl.float32,
         **_pairs(width, 0 if cos is None else cos.shape[-1], interleaved),
@@ -234,7 +234,7 @@ def transform_heads_bwd(
     launch.launch(
         transform_heads_bwd_kernel,
         (programs,),
-        *(dheads, *dheads.stride()[:3], *raw_args, norm_weight, *_rotation(cos, sin), partial),
+        *(dheads, *dheads.stride()[:3], *raw_args, dense(norm_weight), *_rotation(cos, sin), partial),
         *(n_heads, length, row_blocks),
         EPS=eps,
         DTYPE=TRITON_DTYPES[dheads.dtype],

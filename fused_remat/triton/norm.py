@@ -165,6 +165,11 @@ def row_gradients_kernel(
         tl.store(partial_bias + sum_block.to(tl.int64) * width + col, tl.sum(dbias, 0), mask=col < width)
 
 
+def dense(vector: Tensor | None) -> Tensor | None:
+    """As kernels load vectors of parameters: without gaps."""
+    return vector if vector is None else vector.contiguous()
+
+
 def _check_kind(kind: str) -> None:
     if kind not in KINDS:
         raise ValueError(f"norm must be layer_norm or rms_norm, got {kind}")
@@ -194,6 +199,7 @@ def normalize_rows(
     if rows.numel() == 0:
         return
     n, width = rows.shape
+    weight, bias = dense(weight), dense(bias)
     blocks = _blocks(width)
     launch.launch(
         normalize_rows_kernel,
@@ -223,7 +229,7 @@ def normalize_rows_bwd(
         return
     n, width = rows.shape
     blocks = _blocks(width)
-    inputs = (dnormalized, *dnormalized.stride(), rows, *rows.stride(), weight)
+    inputs = (dnormalized, *dnormalized.stride(), rows, *rows.stride(), dense(weight))
     statistics = dnormalized.new_empty((4, n))
     launch.launch(
         row_gradient_statistics_kernel,

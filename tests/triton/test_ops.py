@@ -80,3 +80,23 @@ def test_compiled_calls_equal_eager_ones():
         expected = layer(x)
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(compiled, expected)
+
+
+def _with_gaps(vector: torch.Tensor) -> torch.Tensor:
+    """The same numbers two elements apart."""
+    return torch.stack((vector.detach(), torch.full_like(vector, 7.0)), -1)[..., 0].requires_grad_()
+
+
+@pytest.mark.parametrize("name", ("layer-norm", "rms-norm-rotary"))
+def test_vectors_of_parameters_may_have_gaps(name):
+    block = BLOCKS[name]
+    given = block.operands(torch.float32)
+    vectors = [key for key, value in given.items() if value.dim() == 1]
+    assert vectors
+    results = []
+    for operands in (given, given | {key: _with_gaps(given[key]) for key in vectors}):
+        outputs = block.call(operands, backend="triton", keep=())
+        y = outputs[0] if isinstance(outputs, tuple) else outputs
+        leaves = [value for value in operands.values() if value.requires_grad]
+        results.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
