@@ -59,3 +59,15 @@ def test_a_gpu_draws_the_masks_of_a_cpu(backend):
         out = fused_remat.attention(q, q, torch.ones_like(q), dropout_p=p)
     kept = reference.dropout_mask(seed.cpu(), p, (2, 3, 127, 127)).sum(-1)
     torch.testing.assert_close(out[..., 0].cpu() * 127 * (1 - p), kept.float(), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype, tolerance", ((torch.float32, 1e-4), (torch.bfloat16, 1e-2)), ids=str)
+def test_rebuilt_probabilities_of_large_scores_sum_to_one(dtype, tolerance):
+    """Backward multiplies k by q where forward multiplied q by k: other rounding would show at scores of thousands."""
+    q, k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=dtype) for _ in range(3))
+    q, k, v = (t.requires_grad_() for t in (30 * q, 30 * k, v))
+    out, lse = fused_remat.attention(q, k, v, return_lse=True)
+    assert lse.abs().max() > 1000
+    (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
+    sums = dv.float().sum(2)
+    torch.testing.assert_close(sums, torch.full_like(sums, 256.0), rtol=tolerance, atol=0.0)
