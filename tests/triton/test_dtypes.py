@@ -29,6 +29,8 @@ ATTENTION = {
     "causal-grouped": (2, 4, 2, 129, 129, 64, 64, {"is_causal": True}),
     "causal-bottom-right-wide": (1, 1, 1, 17, 70, 80, 200, {"causal": "bottom_right"}),
     "window": (1, 2, 1, 63, 63, 16, 48, {"window": (20, 9)}),
+    # Scores up to about 40: probabilities are the forward's only if they are made of the same, unrounded scores.
+    "large-scores": (1, 2, 2, 65, 65, 64, 64, {"scale": 1.125}),
     "one-query": (2, 2, 1, 1, 33, 128, 128, {}),
     "bool-mask": (1, 2, 2, 34, 65, 32, 32, {"attn_mask": "bool"}),
     "float-mask": (2, 2, 2, 34, 65, 32, 32, {"attn_mask": "float"}),
@@ -90,7 +92,7 @@ def _reference_attention(**arguments):
     mask = arguments.pop("attn_mask", None)
     out, *_ = reference.attention(
         arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), causal=causal, attn_mask=mask,
-        scale=None, **{"key_padding_mask": None, "window": (None, None), "dropout_p": 0.0} | arguments,
+        **{"scale": None, "key_padding_mask": None, "window": (None, None), "dropout_p": 0.0} | arguments,
     )  # fmt: skip
     return out
 
