@@ -24,6 +24,8 @@ from fused_remat.triton.configs import Config, Key
 _KEY = ("op", "width", "dtype", "arch", "variant")
 # What a candidate may try beside the sizes of the table's own rows.
 _WARPS, _STAGES = (4, 8), (1, 2, 3, 4)
+# Where warp specialisation compiles within the tensor memory there is. No row of the tables has it: none was timed yet.
+_WARP_SPECIALIZED = (("attention_fwd", 100),)
 # Raised where a candidate does not fit the GPU or the compiler gives up on it.
 _UNFIT = (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError)
 
@@ -68,10 +70,11 @@ def candidates(key: Key) -> list[Config]:
     found = (row for (other, _, *of, _), row in configs.rows().items() if (other, *of) == (op, precision, arch))
     shapes = {(row.block_m, row.block_n, row.block_k, row.tma) for row in found}
     return [
-        Config(*blocks, num_warps=warps, num_stages=stages, tma=tma)
+        Config(*blocks, num_warps=warps, num_stages=stages, tma=tma, warp_specialize=specialize)
         for *blocks, tma in sorted(shapes)
         for warps in _WARPS
         for stages in _STAGES
+        for specialize in ((False, True) if (op, arch) in _WARP_SPECIALIZED else (False,))
     ]
 
 

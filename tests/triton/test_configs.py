@@ -122,3 +122,6 @@ def test_candidates_fit_the_kernel():
     key = ("attention_dq", 128, "half", 90, "plain")
     tried = tuning.candidates(key)
     assert configs.choose_row(key) in tried and len(set(tried)) == len(tried)
+    assert not any(config.warp_specialize for config in tried)
+    specialized = [row for row in tuning.candidates(("attention_fwd", 64, "half", 100, "plain")) if row.warp_specialize]
+    assert specialized and all(row.block_m >= 64 for row in specialized)
