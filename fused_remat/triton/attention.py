@@ -125,7 +125,6 @@ class Call:
             precision="tf32" if q.dtype == torch.float32 and configs.allows_tf32() else "ieee",
         )
         fraction = _bits if q.dtype == torch.float64 else float
-        natural = "float" in (self.facts.attn_mask, self.facts.key_mask)
         self.numbers = Numbers(
             length_q=self.length_q,
             length_k=self.length_k,
@@ -134,7 +133,7 @@ class Call:
             group=self.heads // max(self.kv_heads, 1),
             low=_clamp(band_low),
             high=_clamp(band_high),
-            scale=fraction(scale if natural else scale * LOG2E),
+            scale=fraction(scale if "float" in (self.facts.attn_mask, self.facts.key_mask) else scale * LOG2E),
             unit=fraction(scale),
             seed=seed if dropout_p > 0.0 else None,
             threshold=drop_threshold(dropout_p),
