@@ -40,8 +40,11 @@ def registered_for(backend: str) -> set[str]:
 
 
 @contextmanager
-def spying() -> Iterator[Calls]:
-    """Backend "spy" exists at levels 2 and 3; its calls are listed, named as those of any backend, in order."""
+def spying(after: dict[str, Callable[[tuple], None]] | None = None) -> Iterator[Calls]:
+    """Backend "spy" exists at levels 2 and 3; its calls are listed, named as those of any backend, in order.
+
+    `after` names what is done with the arguments once the op of that name has run: to spoil them, for instance.
+    """
     calls: Calls = []
     library = torch.library.Library("fused_remat", "FRAGMENT")
     for name in (name.removesuffix("_cpp") for name in registered() if name.endswith("_cpp")):
@@ -51,7 +54,9 @@ def spying() -> Iterator[Calls]:
 
         def pass_on(*arguments, name=name, implementer=implementer):
             calls.append((name, snapshot(arguments)))
-            return implementer(*arguments)
+            result = implementer(*arguments)
+            (after or {}).get(name, lambda arguments: None)(arguments)
+            return result
 
         library.impl(f"{name}_spy", pass_on, "CPU")
     try:
