@@ -32,7 +32,7 @@ def _capability(index: int | None) -> int | None:
 @_extension.constant_when_traced
 def why_not(device: str, dtype: torch.dtype, arch: int | None) -> tuple[str, ...]:
     """The reasons against it; imports Triton only for a device that it could run on."""
-    if device == "cpu" and not _interpreter_wanted():
+    if device == "cpu" and not interpreter_wanted():
         return ("the tensors are on cpu, where only Triton's interpreter runs its kernels (TRITON_INTERPRET=1)",)
     try:
         kernels = importlib.import_module("fused_remat.triton")
@@ -43,5 +43,6 @@ def why_not(device: str, dtype: torch.dtype, arch: int | None) -> tuple[str, ...
     return tuple(kernels.why_not(device, dtype, arch))
 
 
-def _interpreter_wanted() -> bool:
+def interpreter_wanted() -> bool:
+    """Whether the environment asks Triton to run its kernels on CPU tensors, by the words that Triton knows."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")

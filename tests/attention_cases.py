@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable
 
 import torch
-from mlp_cases import kernels_of, needs_extension, relative_error
+from mlp_cases import REFUSED_ON_A_CPU, kernels_of, needs_extension, refused_on_a_cpu, relative_error
 from torch import Tensor
 
 import fused_remat
 from fused_remat import reference
 
-__all__ = ["kernels_of", "needs_extension", "relative_error"]
+__all__ = ["REFUSED_ON_A_CPU", "kernels_of", "needs_extension", "refused_on_a_cpu", "relative_error"]
 BACKENDS = ("cpp", "aten")
 
 

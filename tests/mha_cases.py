@@ -6,13 +6,23 @@ from dataclasses import dataclass
 
 import torch
 from attention_cases import BACKENDS, MASKS, assert_same, backends_of, gradients
-from mlp_cases import kernels_of, needs_extension, relative_error
+from mlp_cases import REFUSED_ON_A_CPU, kernels_of, needs_extension, refused_on_a_cpu, relative_error
 from torch import Tensor
 
 import fused_remat
 from fused_remat import Norm
 
-__all__ = ["BACKENDS", "assert_same", "backends_of", "gradients", "kernels_of", "needs_extension", "relative_error"]
+__all__ = [
+    "BACKENDS",
+    "REFUSED_ON_A_CPU",
+    "assert_same",
+    "backends_of",
+    "gradients",
+    "kernels_of",
+    "needs_extension",
+    "refused_on_a_cpu",
+    "relative_error",
+]
 RESIDUALS = ("q", "k", "v", "out")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
@@ -13,6 +15,11 @@ from fused_remat import ops, reference
 
 needs_extension = f"the compiled extension is not available: {ops.ready()}" if ops.ready() else None
 BACKENDS = ("cpp", "aten")
+# Backend -> its reason against a call on the CPU, a pattern for the op's name.
+REFUSED_ON_A_CPU = {
+    "triton": "the tensors are on cpu, where only Triton's interpreter runs its kernels",
+    "cuda": "{op} has no CUDA C[+][+] kernels in this version",
+}
 
 
 def operands(
@@ -92,6 +99,15 @@ def kernels_of(call) -> list[str]:
     return [
         event.name.removeprefix("fused_remat::") for event in trace.function_events if "fused_remat::" in event.name
     ]
+
+
+@contextmanager
+def refused_on_a_cpu(name: str, op: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What runs inside names that backend and must be refused with its reason."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    reason = REFUSED_ON_A_CPU[name].format(op=op)
+    with fused_remat.backend(name), pytest.raises(RuntimeError, match=f"backend '{name}' was named.*{reason}"):
+        yield
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from fused_remat.ops import LEVEL3_BACKENDS
+
 Calls = list[tuple[str, tuple]]  # op, arguments
-LEVEL3_BACKENDS = ("aten", "cpp", "triton")
 
 
 def registered() -> set[str]:

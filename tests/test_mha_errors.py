@@ -124,19 +124,9 @@ def test_rotary_angles_that_learn_take_the_reference_path():
         call()
 
 
-WHY_NOT = {
-    "triton": "the tensors are on cpu, where only Triton's interpreter runs its kernels",
-    "cuda": "multi_head_attention has no CUDA C[+][+] kernels in this version",
-}
-
-
-@pytest.mark.parametrize("name", WHY_NOT)
+@pytest.mark.parametrize("name", cases.REFUSED_ON_A_CPU)
 def test_a_named_backend_that_cannot_run_says_why(name, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with (
-        fused_remat.backend(name),
-        pytest.raises(RuntimeError, match=f"backend '{name}' was named.*{WHY_NOT[name]}"),
-    ):
+    with cases.refused_on_a_cpu(name, "multi_head_attention", monkeypatch):
         block = Block()
         block.call(block.operands())
 

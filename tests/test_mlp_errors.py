@@ -153,16 +153,9 @@ def test_an_unknown_backend_is_refused():
         pass
 
 
-WHY_NOT = {
-    "triton": "the tensors are on cpu, where only Triton's interpreter runs its kernels",
-    "cuda": "mlp has no CUDA C[+][+] kernels in this version",
-}
-
-
-@pytest.mark.parametrize("name", WHY_NOT)
+@pytest.mark.parametrize("name", cases.REFUSED_ON_A_CPU)
 def test_a_named_backend_that_cannot_run_says_why(name, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with fused_remat.backend(name), pytest.raises(RuntimeError, match=f"backend '{name}' was named.*{WHY_NOT[name]}"):
+    with cases.refused_on_a_cpu(name, "mlp", monkeypatch):
         fused_remat.mlp(**_tensors())
 
 

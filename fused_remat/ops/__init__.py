@@ -17,7 +17,7 @@ from fused_remat import _extension
 from fused_remat.ops import attention, mlp, multi_head_attention, triton
 
 _OPS = (mlp, attention, multi_head_attention)
-_LEVEL3_BACKENDS = ("aten", "cpp", "triton")
+LEVEL3_BACKENDS = ("aten", "cpp", "triton")
 _lock = threading.Lock()
 _has_fakes = False
 _has_flops = False
@@ -60,7 +60,7 @@ def _compiled_activations() -> tuple[str, ...]:
 def _register_level3() -> None:
     """Ops that only fill buffers have nothing to tell a tracer."""
     for op in triton.IMPLEMENTERS:
-        for backend in _LEVEL3_BACKENDS:
+        for backend in LEVEL3_BACKENDS:
             torch.library.register_fake(f"fused_remat::{op}_{backend}", lambda *args: None)
     triton.register()
 

@@ -21,10 +21,7 @@ def arch_of(tensor: torch.Tensor) -> int:
     """80, 90, 100, ...: ten times the compute capability of the tensor's device; `INTERPRETER` for a CPU tensor."""
     if _pretended is not None:
         return _pretended
-    return _arch_of(tensor.device) or INTERPRETER
-
-
-_arch_of = cache(_triton.arch_of)
+    return _triton.arch_of(tensor.device) or INTERPRETER
 
 
 def interpreted() -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from fused_remat._triton import interpreter_wanted
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
 
@@ -18,7 +19,7 @@ ON_A_GPU_TOO = ("test_mlp_tiles.py", "test_mlp_launches.py", "test_norm.py", "te
 
 
 def _needs_interpreter(name: str) -> bool:
-    interpreter = os.environ.get("TRITON_INTERPRET") == "1" or "ttsem" in sys.modules
+    interpreter = interpreter_wanted() or "ttsem" in sys.modules
     return not interpreter and torch.cuda.is_available() and name not in ON_A_GPU_TOO
 
 
