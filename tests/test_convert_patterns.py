@@ -186,15 +186,6 @@ LEFT = {
         lambda: scaled(Layer(lambda s, x: s.b(s.act(s.a(x))) * s.scale, a=up(), b=down(), act=GELU)),
         "it owns scale",
     ),
-    "packed gate": (
-        lambda: Layer(
-            lambda s, x: s.b(s.act(s.a(x).chunk(2, -1)[0]) * s.a(x).chunk(2, -1)[1]),
-            a=nn.Linear(6, 20),
-            b=down(),
-            act=nn.SiLU(),
-        ),
-        r"do not chain \(a 6 -> 20, b 10 -> 6\); gate and up packed",
-    ),
     "two activations": (
         lambda: Layer(lambda s, x: s.r(s.b(s.act(s.a(x)))), a=up(), b=down(), act=GELU, r=nn.ReLU()),
         "2 activations: act, r",

@@ -118,13 +118,30 @@ def looks_like_activation(module: nn.Module) -> bool:
     """Whether `module` could be an activation, known or not: a leaf that maps any tensor to one of the same shape."""
     if module._modules:
         return False
-    if type(module).__module__ == "torch.nn.modules.activation":
+    if type(module) is not nn.GLU and type(module).__module__ == "torch.nn.modules.activation":
         return True
+    return _width_out(module) == _grid().numel()
+
+
+def looks_like_glu(module: nn.Module) -> bool:
+    """Whether `module` could make gate and up of its input and multiply them: it halves any tensor's last dim.
+
+    It may have an activation as a child, and has no tensors of its own.
+    """
+    if module._parameters or module._buffers or not all(map(looks_like_activation, module.children())):
+        return False
+    return 2 * _width_out(module) == _grid().numel()
+
+
+def _width_out(module: nn.Module) -> int:
+    """Features that a copy of `module` and its children makes of a 1-dim tensor; 0 if it needs something else."""
     with isolated():
         try:
-            return _copy(module, training=False)(_grid()).shape == _grid().shape
-        except Exception:  # needs other arguments or shapes: not an activation
-            return False
+            children = {name: child and _copy(child, training=False) for name, child in module._modules.items()}
+            y = _copy(module, training=False, _modules=children)(_grid())
+            return y.numel() if y.dim() == 1 else 0
+        except Exception:  # needs other arguments or shapes
+            return 0
 
 
 @dataclass(frozen=True)
@@ -147,8 +164,8 @@ class Observation:
 def observe(layer: nn.Module, layout: Layout, linear: type[nn.Module]) -> list[Observation] | str:
     """What the code of `layer` computes in evaluation and in training, or why it does not run on a small copy.
 
-    Of `layout` only the set of parts matters, and which linear is the last; so one observation serves all layouts
-    that agree in these. `linear` is the class of the linears.
+    Of `layout` only the set of parts matters, which linear is the last, and whether the first is packed; so one
+    observation serves all layouts that agree in these. `linear` is the class of the linears.
     """
     observations = []
     with isolated():
@@ -179,8 +196,9 @@ def why_not_mlp(layout: Layout, observations: list[Observation]) -> str | None:
 
 def _observe(layer: nn.Module, layout: Layout, linear: type[nn.Module], training: bool, mode: str) -> Observation:
     random = torch.Generator("cpu").manual_seed(20)
+    up_shape = (2 * _F if layout.packed else _F, _D)
     weights = {
-        path: _weights(layer, path, (_D, _F) if path == layout.down else (_F, _D), random)
+        path: _weights(layer, path, (_D, _F) if path == layout.down else up_shape, random)
         for path in sorted(layout.linears)
     }
     around = {path for path in (layout.dropout, *layout.before, *layout.after, layout.norm) if path}
@@ -236,6 +254,9 @@ def _expected(layout: Layout, seen: Observation) -> Tensor:
     w_up, b_up = seen.weights[layout.up]
     w_down, b_down = seen.weights[layout.down]
     w_gate, b_gate = seen.weights[layout.gate] if layout.gate else (None, None)
+    if layout.packed:
+        w_gate, w_up = layout.gate_and_up(w_up)
+        b_gate, b_up = (None, None) if b_up is None else layout.gate_and_up(b_up)
     x = seen.x
     for path in layout.before:
         x = x * seen.factors[path]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fused_remat.convert.behaviour import Observation, observe, why_not_mlp
-from fused_remat.convert.fused import Fused, Layout, Path, find, why_changed
+from fused_remat.convert.fused import INTERLEAVED, Fused, Layout, Path, find, why_changed
 from fused_remat.convert.patterns import PATTERNS, Proposal, attribute, is_conv1d
 from fused_remat.convert.rebind import fused_class, records_of
 from fused_remat.nn import MLP, GatedMLP, MultiheadAttention
@@ -50,13 +50,14 @@ def examine(layer: nn.Module, keep: Keep, known: set[Layout]) -> Fused | str | N
 
 def _settle(layer: nn.Module, proposal: Proposal, keep: Keep, known: set[Layout]) -> Fused | str | None:
     reason = proposal.near_miss
-    observed: dict[Path, list[Observation] | str] = {}  # by the last linear
+    observed: dict[tuple[Path, bool], list[Observation] | str] = {}  # by the last linear, and whether one is packed
     for layout in sorted(proposal.layouts, key=lambda layout: layout not in known):
         linears = (find(layer, path) for path in layout.linears)
         linear = next((type(part) for part in linears if is_conv1d(part)), nn.Linear)
-        if layout.down not in observed:
-            observed[layout.down] = observe(layer, layout, linear)
-        seen = observed[layout.down]
+        key = layout.down, bool(layout.packed)
+        if key not in observed:
+            observed[key] = observe(layer, layout, linear)
+        seen = observed[key]
         mismatch = seen if isinstance(seen, str) else why_not_mlp(layout, seen)
         if mismatch is None:
             known.add(layout)
@@ -100,6 +101,8 @@ def _settings(layer: nn.Module, layout: Layout) -> Iterator[tuple[Path, str, Any
 def _why_not_now(layer: nn.Module, fused: Fused) -> str | None:
     """Why a layer that computes an MLP is left alone all the same: something in it is not plain."""
     method = fused.layout.method
+    if fused.layout.packed in INTERLEAVED:
+        return f"{'.'.join(fused.layout.up)} holds gate and up in even and odd rows; only halves are converted"
     if method in vars(layer):
         return f"has a {method} of its own on the instance"
     reason = why_changed(layer, fused)

@@ -18,18 +18,24 @@ from fused_remat.settings import Keep, Norm
 
 Path = tuple[str, ...]
 
+# How one linear of 2F rows can hold gate and up: in halves, or in even and odd rows.
+HALVES = ("gate_first", "up_first")
+INTERLEAVED = ("gate_even", "up_even")
+
 
 @dataclass(frozen=True)
 class Layout:
     """Which child of a layer plays which part: paths of child names below the layer, () where there is none.
 
     The layer's `method` computes `hidden = act(up(x))` or `act(gate(x)) * up(x)`, then `down(dropout(hidden))`;
-    `before` runs on x, `after` on the result, and `norm`, if any, on the sum of that result and x.
+    `before` runs on x, `after` on the result, and `norm`, if any, on the sum of that result and x. Where `packed` says
+    how, `up` and `gate` are one path: a linear that computes both.
     """
 
     up: Path
     down: Path
     gate: Path = ()
+    packed: str = ""  # one of HALVES or INTERLEAVED; "" = gate and up are linears of their own, or there is no gate
     activation: str = ""  # a name in ACTIVATIONS
     act: Path = ()  # the module or function attribute that is the activation; () = written out in the method
     dropout: Path = ()
@@ -41,7 +47,13 @@ class Layout:
 
     @property
     def linears(self) -> tuple[Path, ...]:
-        return (self.up, self.gate, self.down) if self.gate else (self.up, self.down)
+        return (self.up, self.gate, self.down) if self.gate and not self.packed else (self.up, self.down)
+
+    def gate_and_up(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """What `both`, a packed weight [2F, D] or bias [2F], holds of gate and of up: views whose gradients are put
+        together at once."""
+        first, second = both.unflatten(0, (-1, 2)).unbind(1) if self.packed in INTERLEAVED else both.chunk(2)
+        return (first, second) if self.packed in ("gate_first", "gate_even") else (second, first)
 
 
 @dataclass(frozen=True)
@@ -130,22 +142,31 @@ def run(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None = None) -> 
 def _mlp(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None) -> Tensor:
     layout = fused.layout
     dropout = find(layer, layout.dropout) if layout.dropout else None
-    up, down = find(layer, layout.up), find(layer, layout.down)
-    gate = find(layer, layout.gate) if layout.gate else None
-    transposed = fused.linear is not nn.Linear
-    weights = [linear.weight if linear is not None else None for linear in (up, down, gate)]
-    w_up, w_down, w_gate = [w.t() if transposed and w is not None else w for w in weights]
+    w_up, b_up = _weight_and_bias(layer, fused, layout.up)
+    w_down, b_down = _weight_and_bias(layer, fused, layout.down)
+    w_gate, b_gate = None, None
+    if layout.packed:
+        w_gate, w_up = layout.gate_and_up(w_up)
+        b_gate, b_up = (None, None) if b_up is None else layout.gate_and_up(b_up)
+    elif layout.gate:
+        w_gate, b_gate = _weight_and_bias(layer, fused, layout.gate)
     return functional.mlp(
         x,
         w_up,
         w_down,
-        up.bias,
-        down.bias,
+        b_up,
+        b_down,
         w_gate=w_gate,
-        b_gate=None if gate is None else gate.bias,
+        b_gate=b_gate,
         activation=layout.activation,
         dropout_p=0.0 if dropout is None else dropout.p,
         training=dropout is not None and dropout.training,
         norm=norm,
         keep=fused.keep,
     )
+
+
+def _weight_and_bias(layer: nn.Module, fused: Fused, path: Path) -> tuple[Tensor, Tensor | None]:
+    """[out, in] and [out] of the linear at `path`."""
+    linear = find(layer, path)
+    return (linear.weight if fused.linear is nn.Linear else linear.weight.t()), linear.bias

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from fused_remat.activations import ACTIVATIONS
-from fused_remat.convert.behaviour import activation_name, looks_like_activation
-from fused_remat.convert.fused import Layout, Path, find
+from fused_remat.convert.behaviour import activation_name, looks_like_activation, looks_like_glu
+from fused_remat.convert.fused import HALVES, INTERLEAVED, Layout, Path, find
 from fused_remat.plain import class_name
 
 
@@ -61,7 +61,10 @@ def _fixed(layout: Layout) -> Pattern:
 
 
 def _sequential(layer: nn.Module) -> Proposal | None:
-    """nn.Sequential with Linear, activation, Linear in a row, dropouts or identities between them, anything around."""
+    """nn.Sequential with Linear, activation, Linear in a row, dropouts or identities between them, anything around.
+
+    The activation may be a GLU, which makes gate and up of what the first linear computes.
+    """
     if type(layer).forward is not nn.Sequential.forward:
         return None
     names = list(layer._modules)
@@ -70,54 +73,67 @@ def _sequential(layer: nn.Module) -> Proposal | None:
     for start, stop in itertools.pairwise(linears):
         up, between, down = names[start], names[start + 1 : stop], names[stop]
         kinds = _sort({name: layer._modules[name] for name in between})
-        if not kinds["act"] and not kinds["identity"]:
+        if not kinds["act"] and not kinds["glu"] and not kinds["identity"]:
             continue
         near_miss = _why_not_between(layer, kinds)
-        if near_miss is None and not _shapes_fit(layer, (up,), down):
+        roles = [role for role in _roles(layer, (up,), down) if bool(role.packed) == bool(kinds["glu"])]
+        if near_miss is None and not roles:
             near_miss = _describe_shapes(layer, [up, down])
         if near_miss is None:
             around = {"before": _paths(names[:start]), "after": _paths(names[stop + 1 :])}
             inner = [parts for parts in _between(layer, kinds) if not parts.after]
-            return Proposal(tuple(replace(parts, up=(up,), down=(down,), **around) for parts in inner))
+            return Proposal(tuple(_join(role, replace(parts, **around)) for parts in inner for role in roles))
     return None if near_miss is None else Proposal(near_miss=near_miss)
 
 
 def _by_children(layer: nn.Module) -> Proposal | None:
-    """Two linears (three: gated), at most one activation, dropouts and identities as direct children, by any name."""
+    """Two linears (three: gated), at most one activation, dropouts and identities as direct children, by any name.
+
+    Two linears may be gated too: the first then holds gate and up.
+    """
     linears = [name for name, child in layer._modules.items() if _is_linear_like(child)]
     if len(linears) not in (2, 3) or type(layer).forward in (nn.Sequential.forward, nn.Module.forward):
         return None
     kinds = _sort({name: child for name, child in layer._modules.items() if name not in linears})
-    looks = bool(kinds["act"])
+    looks = bool(kinds["act"] or kinds["glu"])
     owned = [*layer._parameters, *layer._buffers]
     misfit = f"it owns {', '.join(owned)}, which no fused MLP has" if owned else _why_not_between(layer, kinds)
     roles = [
-        (ups, down)
+        role
         for down in reversed(linears)
         for ups in itertools.permutations([name for name in linears if name != down])
-        if _shapes_fit(layer, ups, down)
+        for role in _roles(layer, ups, down)
     ]
-    shapes = None if _shapes_fit(layer, linears[:-1], linears[-1]) else _describe_shapes(layer, linears)
+    shapes = None if any(_roles(layer, linears[:-1], linears[-1])) else _describe_shapes(layer, linears)
     if misfit is not None or not roles:
         return Proposal(near_miss=misfit or shapes) if looks else None
-    layouts = [
-        replace(parts, up=(ups[-1],), gate=(ups[0],) if len(ups) == 2 else (), down=(down,))
-        for parts in _between(layer, kinds)
-        for ups, down in roles
-    ]
-    return Proposal(tuple(layouts), near_miss=shapes, certain=looks)
+    layouts = tuple(_join(role, parts) for parts in _between(layer, kinds) for role in roles)
+    return Proposal(layouts, near_miss=shapes, certain=looks)
+
+
+def _roles(layer: nn.Module, ups: Sequence[str], down: str) -> Iterator[Layout]:
+    """Layouts with no more than linears: the last is `down`, and `ups` is up, gate and up, or one that holds both."""
+    if _shapes_fit(layer, ups, down):
+        yield Layout((ups[-1],), (down,), gate=(ups[0],) if len(ups) == 2 else ())
+    if len(ups) == 1 and _shapes_fit(layer, ups, down, halved=True):
+        yield from (Layout((ups[0],), (down,), gate=(ups[0],), packed=packed) for packed in (*HALVES, *INTERLEAVED))
+
+
+def _join(role: Layout, parts: Layout) -> Layout:
+    return replace(parts, up=role.up, gate=role.gate, down=role.down, packed=role.packed)
 
 
 def _sort(children: dict[str, nn.Module]) -> dict[str, list[str]]:
     """Names by the kind of part that each child could be."""
-    kinds: dict[str, list[str]] = {"act": [], "dropout": [], "identity": [], "other": []}
+    kinds: dict[str, list[str]] = {"act": [], "glu": [], "dropout": [], "identity": [], "other": []}
     for name, child in children.items():
         if type(child) is nn.Dropout:
             kinds["dropout"].append(name)
         elif type(child) is nn.Identity:
             kinds["identity"].append(name)
         elif child is not None:
-            kinds["act" if looks_like_activation(child) else "other"].append(name)
+            looks = "act" if looks_like_activation(child) else "glu" if looks_like_glu(child) else "other"
+            kinds[looks].append(name)
     return kinds
 
 
@@ -126,21 +142,28 @@ def _why_not_between(layer: nn.Module, kinds: dict[str, list[str]]) -> str | Non
     if kinds["other"]:
         parts = [f"{name} ({_describe(layer._modules[name])})" for name in kinds["other"]]
         return f"it has {', '.join(parts)}, which is no part of a fused MLP"
-    if len(kinds["act"]) > 1:
-        return f"it has {len(kinds['act'])} activations: {', '.join(kinds['act'])}"
-    if kinds["act"] and activation_name(layer._modules[kinds["act"][0]]) is None:
-        return _unknown(layer._modules[kinds["act"][0]])
+    acts = [*kinds["act"], *kinds["glu"]]
+    if len(acts) > 1:
+        return f"it has {len(acts)} activations: {', '.join(acts)}"
+    for path in _activation(layer, kinds):
+        if activation_name(find(layer, path)) is None:
+            return _unknown(find(layer, path))
     return None
+
+
+def _activation(layer: nn.Module, kinds: dict[str, list[str]]) -> list[Path]:
+    """The activation among these children, which may be the child of a GLU."""
+    return [*_paths(kinds["act"]), *((glu, name) for glu in kinds["glu"] for name in layer._modules[glu]._modules)]
 
 
 def _between(layer: nn.Module, kinds: dict[str, list[str]]) -> Iterator[Layout]:
     """Layouts without linears, for every role of these children; without an activation child, one per activation."""
-    acts = [((name,), activation_name(layer._modules[name])) for name in kinds["act"]]
+    acts = [(path, activation_name(find(layer, path))) for path in _activation(layer, kinds)]
     if not acts:
-        acts = [((), name) for name in ACTIVATIONS if name != "identity"]
+        acts = [((), name) for name in ACTIVATIONS if name != "identity" or kinds["glu"]]
         acts += [((name,), "identity") for name in kinds["identity"]]
     for act, activation in acts:
-        through = tuple((name,) for name in kinds["identity"] if (name,) != act)
+        through = tuple((name,) for name in (*kinds["identity"], *kinds["glu"]) if (name,) != act)
         for hidden in ("", *kinds["dropout"]):
             others = _paths(name for name in kinds["dropout"] if name != hidden)
             parts = Layout((), (), activation=activation, act=act, dropout=_path(hidden), through=through)
@@ -169,15 +192,16 @@ def _features(linear: nn.Module) -> tuple[int, int] | None:
     return sizes if all(isinstance(size, int) for size in sizes) else None
 
 
-def _shapes_fit(layer: nn.Module, ups: Sequence[str], down: str) -> bool:
+def _shapes_fit(layer: nn.Module, ups: Sequence[str], down: str, halved: bool = False) -> bool:
+    """Whether all `ups` have the same sizes and lead to `down`, or with `halved` half of their features do."""
     known = [size for size in (_features(layer._modules[name]) for name in ups) if size is not None]
     sizes = _features(layer._modules[down])
-    return len(set(known)) <= 1 and (sizes is None or all(size[1] == sizes[0] for size in known))
+    return len(set(known)) <= 1 and (sizes is None or all(size[1] == (2 if halved else 1) * sizes[0] for size in known))
 
 
 def _describe_shapes(layer: nn.Module, linears: list[str]) -> str:
     sizes = ", ".join(f"{name} {' -> '.join(map(str, _features(layer._modules[name]) or '?'))}" for name in linears)
-    return f"its linears do not chain ({sizes}); gate and up packed into one linear are not converted"
+    return f"its linears do not chain ({sizes})"
 
 
 def _describe(part: Any) -> str:
@@ -199,7 +223,7 @@ def _paths(names: Iterable[str]) -> tuple[Path, ...]:
 
 
 PATTERNS: dict[str, Pattern] = {
-    # Linear, activation, Linear in a row; torchvision's MLPBlock is one of these.
+    # Linear, activation (or GLU), Linear in a row; torchvision's MLPBlock is one of these.
     "Sequential": _sequential,
     # transformers' encoder layers: BERT, RoBERTa, ELECTRA, ... The residual and the norm stay outside the op.
     "BERT layer": _fixed(
@@ -233,6 +257,7 @@ PATTERNS: dict[str, Pattern] = {
             method="_ff_block",
         )
     ),
-    # timm's Mlp and SwiGLU, transformers' Llama-style gated MLP, GPT-2, CLIP, T5, ..., and hand-written ones.
+    # timm's Mlp, SwiGLU and GluMlp, transformers' Llama- and Phi-3-style gated MLPs, GPT-2, CLIP, T5, ..., and
+    # hand-written ones.
     "MLP": _by_children,
 }
