@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -81,6 +82,33 @@ def kept_shapes(
         out = model(x)
     assert out.requires_grad
     return sorted(kept.values())
+
+
+class _Packed:
+    """What backward gets its tensor back from; it dies with the node that holds it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def kept_bytes(model: nn.Module, *inputs: Tensor, owner: nn.Module | None = None, **options) -> int:
+    """Bytes of the distinct storages that backward still holds once forward is over, parameters of `owner` apart.
+
+    `owner` is the model itself if None. Unlike `kept_shapes`, what forward itself lets go of does not count.
+    """
+    parameters = {p.untyped_storage().data_ptr() for p in (owner or model).parameters()}
+    packed: weakref.WeakSet[_Packed] = weakref.WeakSet()
+
+    def pack(tensor: Tensor) -> _Packed:
+        packed.add(holder := _Packed(tensor))
+        return holder
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+        out = model(*inputs, **options)
+    storages = {holder.tensor.untyped_storage() for holder in packed}
+    kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    assert (out if isinstance(out, Tensor) else out[0]).requires_grad
+    return sum(nbytes for pointer, nbytes in kept.items() if pointer not in parameters)
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:

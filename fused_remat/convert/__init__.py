@@ -2,23 +2,27 @@
 
 How it works, in reading order: `select` picks modules; for MLPs, `patterns` proposes where the parts might be,
 `behaviour` proves a proposal by running the layer's code on a tiny copy; `attention` recognises nn.MultiheadAttention,
-`prenorm` blocks that normalise what these layers read; `rebind` gives a layer a subclass of its own class, which runs
-the records that `fused`, `attention` and `prenorm` define.
+`attention_examine` the attentions of other libraries (`attention_layout` proposes, `attention_probe` proves,
+`attention_call` reads their arguments); `norm_examine` the norms in front of these layers; `rebind` gives a layer a
+subclass of its own class, which runs the records that `fused`, `attention`, `attention_layer` and `norms` define.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from fused_remat.convert.attention import FusedAttention, examine_attention
+from fused_remat.convert.attention_examine import examine_attention_layer
+from fused_remat.convert.attention_layer import FusedAttentionLayer
 from fused_remat.convert.callers import discards_weights
 from fused_remat.convert.examine import examine, why_already
 from fused_remat.convert.fused import Layout
 from fused_remat.convert.keep import Keeps, check_keeps
-from fused_remat.convert.prenorm import examine_block, fused_below
+from fused_remat.convert.norm_examine import examine_norm
 from fused_remat.convert.rebind import Record, bind, records_of, unbind
 from fused_remat.convert.report import Entry, Report
 from fused_remat.convert.select import Selector, select
@@ -91,7 +95,8 @@ def convert(
         else:
             entry = replace(entry, kind=verdict.kind, became=verdict.describe(), note=_note(model, name, verdict))
             found.append((entry, layer, verdict))
-    found = _with_blocks(chosen, found)
+    found = _with_norms(model, chosen, found)
+    report.skipped, refused = _uncovered(report.skipped, found), _uncovered(refused, found)
     if strict and refused:
         lines = "".join(f"\n  {entry.name or '(the model)'} ({entry.class_name}): {entry.reason}" for entry in refused)
         raise ValueError(f"strict=True, and these layers cannot be converted (nothing was changed):{lines}")
@@ -107,27 +112,55 @@ def _verdicts(
     chosen: list[tuple[str, nn.Module]], keeps: Keeps, need_weights: bool
 ) -> Iterator[tuple[str, nn.Module, Record | str]]:
     """The record or the reason for every layer that looks like an MLP or attention."""
-    known: set[Layout] = set()
+    known_mlps: set[Layout] = set()
+    known_attentions: dict[Any, Any] = {}
     for name, layer in chosen:
-        verdict = why_already(layer) or examine_attention(layer, keeps.attention, need_weights)
-        verdict = examine(layer, keeps.mlp, known) if verdict is None else verdict
+        already = why_already(layer)
+        if already is not None:
+            yield name, layer, already
+            continue
+        attention = examine_attention(layer, keeps.attention, need_weights)
+        if attention is None:
+            attention = examine_attention_layer(layer, keeps.attention, known_attentions)
+        verdict = examine(layer, keeps.mlp, known_mlps) if attention is None else attention
         if verdict is not None:
             yield name, layer, verdict
 
 
-def _with_blocks(
-    chosen: list[tuple[str, nn.Module]], found: list[tuple[Entry, nn.Module, Record]]
+def _with_norms(
+    model: nn.Module, chosen: list[tuple[str, nn.Module]], found: list[tuple[Entry, nn.Module, Record]]
 ) -> list[tuple[Entry, nn.Module, Record]]:
-    """`found` and the blocks around these layers whose norms fold into them, in model order."""
-    fused = {(layer, record.method) for _, layer, record in found if record.takes_norm}
-    blocks = []
+    """`found` and the norms beside these layers, which the fused calls can apply themselves; in model order."""
+    modules = dict(model.named_modules())
+    # The code that hands a norm's result to a fused layer is that of the layer itself, where a method of it is fused,
+    # of its parent, or of the parent of a container around it.
+    readers = [(entry.name, layer, record.method) for entry, layer, record in found if record.takes_norm]
+    callers = {layer: None for _, layer, method in readers if method != "forward"}
+    for name, _, _ in readers:
+        for depth in (1, 2):
+            above = name.rsplit(".", depth)[0] if name.count(".") >= depth else ""
+            callers[modules[above]] = None
+    norms = []
     for name, layer in chosen:
-        block = None if "forward" in records_of(layer) else examine_block(layer)
-        if block is not None and fused.intersection(fused_below(layer, block)):
-            entry = Entry(name, type(layer).__name__, kind=block.kind, became=block.describe())
-            blocks.append((entry, layer, block))
+        parent = modules.get(name.rpartition(".")[0])
+        if name and parent in callers and not records_of(layer):
+            record = examine_norm(layer, parent)
+            if record is not None:
+                entry = Entry(name, type(layer).__name__, kind=record.kind, became=record.describe())
+                norms.append((entry, layer, record))
     order = {layer: i for i, (_, layer) in enumerate(chosen)}
-    return sorted([*blocks, *found], key=lambda item: order[item[1]])
+    return sorted([*norms, *found], key=lambda item: order[item[1]])
+
+
+def _uncovered(skipped: list[Entry], found: list[tuple[Entry, nn.Module, Record]]) -> list[Entry]:
+    """`skipped` without modules whose work the fused call of a module above them does."""
+    covered = {
+        ".".join(filter(None, (entry.name, *path)))
+        for entry, _, record in found
+        if isinstance(record, FusedAttentionLayer)
+        for path in record.covers
+    }
+    return [entry for entry in skipped if entry.name not in covered]
 
 
 def _note(model: nn.Module, name: str, record: Record) -> str:

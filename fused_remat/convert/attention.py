@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from fused_remat.convert.norms import source_of
 from fused_remat.convert.rebind import original_class
 from fused_remat.nn.attend import Result, attend, why_not_plain_out_proj
 from fused_remat.nn.attention import must_run_stock
 from fused_remat.plain import PLAIN_TENSOR_TYPES, class_name, is_plain_input, why_weights_unfit
-from fused_remat.settings import Norm
 
 _IN_PROJ = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
 
@@ -43,14 +43,15 @@ class FusedAttention:
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-        norm: Norm | None = None,
     ) -> Result:
         plain = all(is_plain_input(x) for x in (query, key, value) if isinstance(x, Tensor))
         if not plain or must_run_stock(layer, query) or why_changed(layer) is not None:
             y, weights = stock()
             return y, weights if self.need_weights else None
+        source, norm = source_of(query) or (query, None)
+        key, value = (source if x is query else x for x in (key, value))
         return attend(
-            layer, query, key, value, key_padding_mask, need_weights and self.need_weights, attn_mask,
+            layer, source, key, value, key_padding_mask, need_weights and self.need_weights, attn_mask,
             average_attn_weights, is_causal, keep=self.keep, norm=norm,
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ _TOLERANCE = 1e-10  # relative; the two GELUs differ by 5e-4
 _ROW_SCALES = torch.tensor([0.01, 0.3, 1.0, 3.0, 30.0, 1e4], dtype=torch.float64, device="cpu").view(2, 3, 1)
 
 
-class _Marker(nn.Dropout):
+class Marker(nn.Dropout):
     """Stands for a dropout, norm or other module around the MLP: scales by `factor`."""
 
     def __init__(self, factor: float) -> None:
@@ -61,7 +61,7 @@ def _unhooked(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {"__call__": cls.forward, "__module__": cls.__module__})
 
 
-def _copy(module: nn.Module, training: bool, **changes: Any) -> nn.Module:
+def copy_module(module: nn.Module, training: bool, **changes: Any) -> nn.Module:
     """A copy whose call is its class's forward, with some of its `__dict__` replaced; its containers are its own."""
     copy = object.__new__(_unhooked(type(module)))
     own = {name: value.copy() for name, value in vars(module).items() if isinstance(value, (dict, list, set))}
@@ -101,7 +101,7 @@ def activation_name(act: nn.Module | Callable[[Tensor], Tensor]) -> str | None:
         names = list(known)
         for training in (False, True):
             try:
-                probe = _copy(act, training) if isinstance(act, nn.Module) else act
+                probe = copy_module(act, training) if isinstance(act, nn.Module) else act
                 values, slopes = _values_and_slopes(probe)
             except Exception:  # whatever an unknown callable raises, it is not a known activation
                 return None
@@ -137,8 +137,8 @@ def _width_out(module: nn.Module) -> int:
     """Features that a copy of `module` and its children makes of a 1-dim tensor; 0 if it needs something else."""
     with isolated():
         try:
-            children = {name: child and _copy(child, training=False) for name, child in module._modules.items()}
-            y = _copy(module, training=False, _modules=children)(_grid())
+            children = {name: child and copy_module(child, training=False) for name, child in module._modules.items()}
+            y = copy_module(module, training=False, _modules=children)(_grid())
             return y.numel() if y.dim() == 1 else 0
         except Exception:  # needs other arguments or shapes
             return 0
@@ -203,12 +203,12 @@ def _observe(layer: nn.Module, layout: Layout, linear: type[nn.Module], training
     }
     around = {path for path in (layout.dropout, *layout.before, *layout.after, layout.norm) if path}
     factors = {path: 0.75 + 0.25 * i for i, path in enumerate(sorted(around))}
-    parts: dict[Path, Any] = {path: _Marker(factor) for path, factor in factors.items()}
-    parts |= {path: _linear(linear, *weights[path], training) for path in layout.linears}
+    parts: dict[Path, Any] = {path: Marker(factor) for path, factor in factors.items()}
+    parts |= {path: small_linear(linear, *weights[path], training) for path in layout.linears}
     for path in (layout.act, *layout.through):
         part = find(layer, path) if path else None
         if part is not None and not part._modules:
-            parts[path] = _copy(part, training)
+            parts[path] = copy_module(part, training)
 
     x = torch.randn(2, 3, _D, generator=random, dtype=torch.float64) * _ROW_SCALES
     dout = torch.randn(2, 3, _D, generator=random, dtype=torch.float64)
@@ -231,11 +231,11 @@ def _weights(layer: nn.Module, path: Path, shape: tuple[int, int], random: torch
     return [weight, None if getattr(find(layer, path), "bias", bias) is None else bias]
 
 
-def _linear(cls: type[nn.Module], weight: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
+def small_linear(cls: type[nn.Module], weight: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
     fan_out, fan_in = weight.shape
     transposed = cls is not nn.Linear
     linear = cls(fan_out, fan_in) if transposed else cls(fan_in, fan_out, bias is not None)
-    return _copy(linear, training, _parameters={"weight": weight.t() if transposed else weight, "bias": bias})
+    return copy_module(linear, training, _parameters={"weight": weight.t() if transposed else weight, "bias": bias})
 
 
 def _twin(module: nn.Module, parts: dict[Path, Any], training: bool, path: Path = ()) -> nn.Module:
@@ -247,7 +247,7 @@ def _twin(module: nn.Module, parts: dict[Path, Any], training: bool, path: Path 
             children[name] = parts[below]
         elif any(part[: len(below)] == below for part in parts):
             children[name] = _twin(child, parts, training, below)
-    return _copy(module, training, _modules=children, _parameters={}, _buffers={})
+    return copy_module(module, training, _modules=children, _parameters={}, _buffers={})
 
 
 def _expected(layout: Layout, seen: Observation) -> Tensor:

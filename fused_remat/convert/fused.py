@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fused_remat import functional
+from fused_remat.convert.norms import source_of
 from fused_remat.plain import is_plain_input, why_not_plain, why_not_plain_linear, why_watched, why_weights_unfit
 from fused_remat.settings import Keep, Norm
 
@@ -87,7 +88,9 @@ class Fused:
         if len(args) + len(kwargs) != 1:
             return stock()
         (x,) = args or kwargs.values()
-        return stock() if why_stock(layer, self, x) is not None else run(layer, self, x)
+        if why_stock(layer, self, x) is not None:
+            return stock()
+        return run(layer, self, *((source_of(x) if self.takes_norm else None) or (x,)))
 
 
 def find(layer: nn.Module, path: Path) -> nn.Module | None:

@@ -68,7 +68,7 @@ def _sequential(layer: nn.Module) -> Proposal | None:
     if type(layer).forward is not nn.Sequential.forward:
         return None
     names = list(layer._modules)
-    linears = [i for i, child in enumerate(layer._modules.values()) if _is_linear_like(child)]
+    linears = [i for i, child in enumerate(layer._modules.values()) if is_linear_like(child)]
     near_miss = None
     for start, stop in itertools.pairwise(linears):
         up, between, down = names[start], names[start + 1 : stop], names[stop]
@@ -91,7 +91,7 @@ def _by_children(layer: nn.Module) -> Proposal | None:
 
     Two linears may be gated too: the first then holds gate and up.
     """
-    linears = [name for name, child in layer._modules.items() if _is_linear_like(child)]
+    linears = [name for name, child in layer._modules.items() if is_linear_like(child)]
     if len(linears) not in (2, 3) or type(layer).forward in (nn.Sequential.forward, nn.Module.forward):
         return None
     kinds = _sort({name: child for name, child in layer._modules.items() if name not in linears})
@@ -172,7 +172,7 @@ def _between(layer: nn.Module, kinds: dict[str, list[str]]) -> Iterator[Layout]:
                 yield replace(parts, after=(*others, (hidden,)))
 
 
-def _is_linear_like(child: nn.Module | None) -> bool:
+def is_linear_like(child: nn.Module | None) -> bool:
     """A linear, or what may stand in for one: a subclass, a quantised linear, an adapter around a linear."""
     if child is None or isinstance(child, nn.Sequential):
         return False
@@ -184,7 +184,7 @@ def _is_linear_like(child: nn.Module | None) -> bool:
     )
 
 
-def _features(linear: nn.Module) -> tuple[int, int] | None:
+def features(linear: nn.Module) -> tuple[int, int] | None:
     """(in, out) of a linear; None for an adapter that does not tell."""
     if is_conv1d(linear):
         return linear.nx, linear.nf
@@ -194,13 +194,13 @@ def _features(linear: nn.Module) -> tuple[int, int] | None:
 
 def _shapes_fit(layer: nn.Module, ups: Sequence[str], down: str, halved: bool = False) -> bool:
     """Whether all `ups` have the same sizes and lead to `down`, or with `halved` half of their features do."""
-    known = [size for size in (_features(layer._modules[name]) for name in ups) if size is not None]
-    sizes = _features(layer._modules[down])
+    known = [size for size in (features(layer._modules[name]) for name in ups) if size is not None]
+    sizes = features(layer._modules[down])
     return len(set(known)) <= 1 and (sizes is None or all(size[1] == (2 if halved else 1) * sizes[0] for size in known))
 
 
 def _describe_shapes(layer: nn.Module, linears: list[str]) -> str:
-    sizes = ", ".join(f"{name} {' -> '.join(map(str, _features(layer._modules[name]) or '?'))}" for name in linears)
+    sizes = ", ".join(f"{name} {' -> '.join(map(str, features(layer._modules[name]) or '?'))}" for name in linears)
     return f"its linears do not chain ({sizes})"
 
 

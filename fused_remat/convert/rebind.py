@@ -102,14 +102,6 @@ def records_of(layer: nn.Module) -> dict[str, Record]:
     return layer.__dict__.get(_RECORDS, {})
 
 
-def runs_record(layer: nn.Module, method: str) -> bool:
-    """Whether `layer.<method>` would run the layer's record: nothing replaced it since, on instance or class."""
-    cls = type(layer)
-    if method in vars(layer) or method not in getattr(cls, _STOCKS, {}):
-        return False
-    return getattr(getattr(cls, _ORIGINAL), method) is getattr(cls, _STOCKS)[method]
-
-
 def bind(layer: nn.Module, record: Record) -> None:
     """Make `layer` run the record's method fused, besides those it runs fused already."""
     records = {**records_of(layer), record.method: record}

@@ -33,11 +33,6 @@ def allow_bypass(module: nn.Module) -> None:
         del module._forward_pre_hooks[key]
 
 
-def has_own_pre_hooks(module: nn.Module) -> bool:
-    """Whether `module` has forward pre-hooks besides the one of `forbid_bypass`."""
-    return any(hook is not _goes_through for hook in module._forward_pre_hooks.values())
-
-
 def _goes_through(module: nn.Module, args: tuple[object, ...]) -> None:
     """A forward pre-hook that does nothing."""
 

@@ -1,0 +1,227 @@
+"""A converted attention layer of any library but torch's own: the fused call from x."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat import functional
+from fused_remat.convert.attention_call import (
+    Inputs,
+    implementation,
+    inputs_of,
+    read,
+    visible_by,
+    wants_weights,
+    why_dtypes_differ,
+)
+from fused_remat.convert.attention_layout import BLOCKS, HEADS, PREFIXES, AttentionLayout
+from fused_remat.convert.fused import Path, find, why_changed
+from fused_remat.convert.norms import FusedNorm, source_of
+from fused_remat.plain import PLAIN_TENSOR_TYPES, why_watched
+from fused_remat.settings import Norm
+
+_CACHED = (
+    "a converted attention got a cache of keys and values while gradients are recorded; it runs its own code, which "
+    "keeps every activation. Pass use_cache=False (or set model.config.use_cache = False) while training"
+)
+
+
+@dataclass(frozen=True)
+class FusedAttentionLayer:
+    """What conversion found and the fused call relies on; compared with the layer at every call."""
+
+    layout: AttentionLayout
+    keep: tuple[str, ...]
+    names: tuple[str, ...]  # of the arguments of forward
+    returns: str  # "y", "y, weights" or "y, bias, weights"
+    linear: type[nn.Module]  # nn.Linear, or transformers' Conv1D, which stores its weight transposed
+    parts: tuple[tuple[Path, type[nn.Module]], ...]  # the replaced modules that are not linears, with their classes
+    settings: tuple[tuple[Path, str, Any], ...]  # (part, attribute, value) that the replaced code reads
+    head_norms: tuple[FusedNorm, FusedNorm] | None = None  # of q and k
+    children: ClassVar[None] = None
+    method: ClassVar[str] = "forward"
+    kind: ClassVar[str] = "attention"
+
+    @property
+    def takes_norm(self) -> bool:
+        """Whether a norm of its input can be folded into the fused call: nothing else adds it."""
+        return not self.layout.norm
+
+    @property
+    def covers(self) -> tuple[Path, ...]:
+        """Modules below the layer whose own code the fused call replaces."""
+        return self.layout.through
+
+    def describe(self) -> str:
+        heads = f"{self.layout.num_heads} heads"
+        if self.layout.num_kv_heads != self.layout.num_heads:
+            heads += f" on {self.layout.num_kv_heads}"
+        return f"attention, {heads}, keep={self.keep}"
+
+    def run(self, layer: nn.Module, stock: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
+        call = self.understood(layer, args, kwargs)
+        return stock() if isinstance(call, str) else self._pack(layer, call, run(layer, self, call))
+
+    def understood(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
+        """The call, if the fused one computes the same; else why the layer must run its own code."""
+        values = read(self.names, args, kwargs)
+        if isinstance(values, str):
+            return values
+        if "cache" in values and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            warnings.warn(_CACHED, stacklevel=2)
+        inputs = inputs_of(values, _prefix(layer, self.layout))
+        if isinstance(inputs, str):
+            return inputs
+        return why_changed(layer, self) or why_watched() or self._call(layer, inputs)
+
+    def _call(self, layer: nn.Module, inputs: Inputs) -> Call | str:
+        layout = self.layout
+        if not (layout.alone if inputs.keys is None else layout.crosses):
+            return "it got other keys than its own code attends to"
+        if inputs.keys is not None and inputs.rotary is not None:
+            return "it got other keys and position embeddings"
+        if wants_weights(layer, layout.core):
+            return "it was asked for attention weights"
+        stands_for = implementation(layer, layout.core)
+        inputs = with_bias(layer, layout, inputs)
+        if isinstance(inputs, str):
+            return inputs
+        seen = visible_by(inputs, stands_for, layout.causal)
+        if isinstance(seen, str):
+            return seen
+        p = probability(layer, layout)
+        if p >= 1.0:
+            return "every attention weight is dropped"
+        biases = own_biases(layer, layout)
+        if not all(b is None or type(b) in PLAIN_TENSOR_TYPES for b in biases):
+            return "a bias is no plain tensor"
+        differ = why_dtypes_differ(inputs.x, inputs.keys, *(inputs.rotary or ()), find(layer, layout.q).weight)
+        return differ or Call(inputs, *seen, p)
+
+    def _pack(self, layer: nn.Module, call: Call, y: Tensor) -> Any:
+        if self.returns == "y":
+            return y
+        return (y, None) if self.returns == "y, weights" else (y, call.inputs.bias, None)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that can run fused."""
+
+    inputs: Inputs
+    mask: Tensor | None
+    key_mask: Tensor | None
+    causal: bool
+    dropout_p: float
+
+
+def _prefix(layer: nn.Module, layout: AttentionLayout) -> int:
+    core = find(layer, layout.core)
+    return next((getattr(core, name) for name in PREFIXES if hasattr(core, name)), 0)
+
+
+def with_bias(layer: nn.Module, layout: AttentionLayout, inputs: Inputs) -> Inputs | str:
+    """`inputs` with the bias that the layer itself makes for its scores, and a mask per window for every window."""
+    core = find(layer, layout.core)
+    x, mask, bias = inputs.x, inputs.mask, inputs.bias
+    if layout.bias_method:
+        bias = getattr(core, layout.bias_method)()
+        if type(bias) not in PLAIN_TENSOR_TYPES:
+            return "its relative position bias is no plain tensor"
+        if mask is not None and mask.dim() == 3 and x.shape[0] % mask.shape[0] == 0:
+            mask = mask.unsqueeze(1).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
+    elif bias is None and hasattr(core, "compute_bias"):  # T5: from the relative positions, or none
+        keys = x.shape[1] if inputs.keys is None else inputs.keys.shape[1]
+        if getattr(core, "has_relative_attention_bias", False):
+            bias = core.compute_bias(x.shape[1], keys, device=x.device)
+        else:
+            bias = x.new_zeros((1, layout.num_heads, x.shape[1], keys))
+    return Inputs(x, inputs.keys, mask, inputs.rotary, bias, inputs.causal)
+
+
+def probability(layer: nn.Module, layout: AttentionLayout) -> float:
+    """Of dropping an attention weight in this call."""
+    if not layout.dropout or not find(layer, layout.core).training:
+        return 0.0
+    holder = getattr(find(layer, layout.dropout[:-1]), layout.dropout[-1])
+    if isinstance(holder, nn.Dropout):
+        return holder.p if holder.training else 0.0
+    return float(holder)
+
+
+def own_biases(layer: nn.Module, layout: AttentionLayout) -> tuple[Tensor | None, ...]:
+    """Of q, k and v, where the layer itself holds them."""
+    core = find(layer, layout.core)
+    return tuple(getattr(core, name, None) for name in layout.own_biases)
+
+
+def projections(
+    layer: nn.Module, fused: FusedAttentionLayer
+) -> tuple[Tensor | tuple[Tensor, ...], Tensor | tuple[Tensor | None, ...] | None]:
+    """Weight and bias of q, k and v as `fused_remat.multi_head_attention` takes them: views, nothing is copied."""
+    layout = fused.layout
+    linears = [find(layer, path) for path in dict.fromkeys((layout.q, layout.k, layout.v))]
+    weights = [linear.weight if fused.linear is nn.Linear else linear.weight.t() for linear in linears]
+    biases = own_biases(layer, layout) or [linear.bias for linear in linears]
+    if layout.packing == BLOCKS:
+        return weights[0], tuple(biases) if len(biases) > 1 else biases[0]
+    if layout.packing == HEADS:
+        heads, (rows, columns) = layout.num_heads, weights[0].shape
+        width = rows // (3 * heads)
+        weight = weights[0].view(heads, 3, width, columns).unbind(1)
+        return weight, None if biases[0] is None else biases[0].view(heads, 3, width).unbind(1)
+    return tuple(weights), tuple(biases)
+
+
+def run(layer: nn.Module, fused: FusedAttentionLayer, call: Call) -> Tensor:
+    """y of the call."""
+    layout, x = fused.layout, call.inputs.x
+    source = source_of(x) if fused.takes_norm else None
+    read_from, norm = (x, None) if source is None else source
+    keys = None if call.inputs.keys is x else call.inputs.keys
+    weights, biases = projections(layer, fused)
+    out = find(layer, layout.out)
+    y = functional.multi_head_attention(
+        read_from,
+        keys,
+        None,
+        weights,
+        biases,
+        out.weight if fused.linear is nn.Linear else out.weight.t(),
+        out.bias,
+        layout.num_heads,
+        layout.num_kv_heads,
+        attn_mask=call.mask,
+        key_padding_mask=call.key_mask,
+        is_causal=call.causal,
+        dropout_p=call.dropout_p,
+        scale=layout.scale,
+        norm=norm,
+        rotary=call.inputs.rotary,
+        rotary_interleaved=layout.interleaved,
+        keep=fused.keep,
+        **_head_settings(layer, fused),
+    )
+    for path in layout.after:
+        y = find(layer, path)(y)
+    return find(layer, layout.norm)(y + x) if layout.norm else y
+
+
+def _head_settings(layer: nn.Module, fused: FusedAttentionLayer) -> dict[str, Any]:
+    """The arguments that few layers have."""
+    layout, settings = fused.layout, {}
+    if layout.softcap is not None:
+        settings["softcap"] = layout.softcap
+    if fused.head_norms is not None:
+        norms: list[Norm] = [
+            record.norm(find(layer, path), find(layer, layout.q).weight.dtype)
+            for record, path in zip(fused.head_norms, (layout.q_norm, layout.k_norm), strict=True)
+        ]
+        settings |= {"q_norm": norms[0].weight, "k_norm": norms[1].weight, "qk_norm_eps": norms[0].eps}
+    return settings

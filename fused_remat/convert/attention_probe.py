@@ -1,0 +1,331 @@
+"""Does this code compute attention as a layout says? Answered by running it on a small copy of the layer.
+
+As in `behaviour`: names prove little, so the layer's own code runs in float64 on a copy with random weights, and what
+it returns, with its gradients, has to be what `fused_remat.reference.multi_head_attention` gives. The copy keeps the
+layer's heads and settings and shrinks the width of its input. Each scenario below is one call: without a mask, with
+one, with other keys, with every attention weight dropped, and so on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat import reference
+from fused_remat.convert.attention_call import (
+    ROLES,
+    Inputs,
+    implementation,
+    inputs_of,
+    parameter_names,
+    required_names,
+    visible_by,
+)
+from fused_remat.convert.attention_layer import _prefix, own_biases, with_bias
+from fused_remat.convert.attention_layout import BLOCKS, HEADS, AttentionLayout
+from fused_remat.convert.behaviour import Marker, copy_module, isolated, small_linear
+from fused_remat.convert.fused import Path, find
+from fused_remat.convert.norms import FusedNorm
+from fused_remat.convert.patterns import features
+from fused_remat.settings import Norm
+
+_SMALL = 8  # input width of the copy
+_LARGEST = 1 << 22  # elements of a weight that is still copied at its own input width
+_BATCH, _LENGTH, _KEYS = 2, 5, 7
+_TOLERANCE = 1e-5  # relative: eager attention of transformers takes its softmax in float32
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One call of the copy."""
+
+    name: str
+    training: bool = False
+    masked: bool = False
+    crossed: bool = False
+    dropped: bool = False  # every attention weight
+
+
+SCENARIOS = (
+    Scenario("in evaluation"),
+    Scenario("in training with a mask", training=True, masked=True),
+    Scenario("where everything is dropped", training=True, masked=True, dropped=True),
+)
+CROSSING = tuple(replace(scenario, name=f"{scenario.name} and other keys", crossed=True) for scenario in SCENARIOS)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one call returned: the copy, what it was given, its output and gradients for a random one."""
+
+    scenario: Scenario
+    copy: nn.Module
+    inputs: Inputs
+    returns: str
+    dout: Tensor
+    y: Tensor
+    gradients: tuple[Tensor | None, ...]  # of x and the weights
+    factors: dict[Path, float]
+
+
+def returns_of(result: Any) -> tuple[str, Tensor]:
+    """The form of what forward returned, and y. Raises TypeError for a form that is not known."""
+    if isinstance(result, Tensor):
+        return "y", result
+    if isinstance(result, tuple) and 2 <= len(result) <= 3 and isinstance(result[0], Tensor):
+        return ("y, weights" if len(result) == 2 else "y, bias, weights"), result[0]
+    raise TypeError(f"it returns a {type(result).__name__}, not y, (y, weights) or (y, bias, weights)")
+
+
+def observe(
+    layer: nn.Module,
+    layout: AttentionLayout,
+    linear: type[nn.Module],
+    norms: tuple[FusedNorm, ...],
+    scenarios: tuple[Scenario, ...],
+) -> list[Observation] | str:
+    """What the code of `layer` computes in every scenario, or why it does not run on a small copy.
+
+    Of `layout` only the parts matter, not the settings.
+    """
+    reason = "it is too wide to be tried on a copy"
+    for d in dict.fromkeys((_SMALL, features(find(layer, layout.q))[0])):
+        if d * max(features(find(layer, path))[1] for path in layout.linears) > _LARGEST:
+            continue
+        with isolated():
+            try:
+                return [_observe(layer, layout, linear, norms, d, scenario) for scenario in scenarios]
+            except Exception as error:  # the layer's code may raise anything when it is no attention
+                text = str(error).strip().splitlines()
+                reason = f"its forward fails on a small copy: {text[0] if text else type(error).__name__}"
+    return reason
+
+
+def takes_keys(layer: nn.Module) -> bool:
+    """Whether the forward of `layer` has an argument for another sequence to attend to."""
+    return "keys" in _roles(layer).values()
+
+
+def _roles(layer: nn.Module) -> dict[str, str]:
+    names = parameter_names(type(layer))
+    return {name: "x" if name == names[0] else ROLES.get(name, "") for name in names}
+
+
+def _observe(
+    layer: nn.Module,
+    layout: AttentionLayout,
+    linear: type[nn.Module],
+    norms: tuple[FusedNorm, ...],
+    d: int,
+    scenario: Scenario,
+) -> Observation:
+    random = torch.Generator("cpu").manual_seed(21)
+    around = [path for path in (*layout.after, layout.norm) if path]
+    factors = {path: 0.75 + 0.25 * i for i, path in enumerate(sorted(around))}
+    parts: dict[Path, Any] = {path: Marker(factor) for path, factor in factors.items()}
+    for path in layout.linears:
+        rows_in, rows_out = features(find(layer, path))
+        shape = (d, rows_in) if path == layout.out else (rows_out, d)
+        parts[path] = _small_linear(linear, find(layer, path), shape, scenario.training, random)
+    for path, norm in zip((layout.q_norm, layout.k_norm), norms, strict=False):
+        parts[path] = _exact_norm(norm, find(layer, path), random)
+    copy = _twin(layer, parts, scenario.training)
+    _set_dropout(copy, layout, 1.0 if scenario.dropped else 0.0)
+    call = _arguments(layer, layout, d, scenario, random)
+    x = call[parameter_names(type(layer))[0]].requires_grad_()
+    returns, y = returns_of(type(layer).forward(copy, **call))
+    dout = torch.randn(y.shape, generator=random, dtype=torch.float64)
+    gradients = torch.autograd.grad(y, [x, *_weights(copy, layout)], dout, allow_unused=True)
+    values = {_roles(layer)[name]: value for name, value in call.items() if value is not None}
+    inputs = inputs_of(values, _prefix(copy, layout))
+    if isinstance(inputs, str):
+        raise TypeError(inputs)
+    return Observation(scenario, copy, inputs, returns, dout, y, gradients, factors)
+
+
+def _small_linear(
+    cls: type[nn.Module], original: nn.Module, shape: tuple[int, int], training: bool, random: torch.Generator
+) -> nn.Module:
+    """A linear of that [out, in] shape with random values, and a bias if the original has one."""
+    weight = torch.randn(shape, generator=random, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(shape[0], generator=random, dtype=torch.float64, requires_grad=True)
+    return small_linear(cls, weight, None if getattr(original, "bias", None) is None else bias, training)
+
+
+def _twin(module: nn.Module, parts: dict[Path, Any], training: bool, path: Path = ()) -> nn.Module:
+    """A copy of `module` with `parts` in their places; its own tensors are copied, other children stay out."""
+    children = {}
+    for name, child in module._modules.items():
+        below = (*path, name)
+        if child is None or below in parts:
+            children[name] = parts.get(below)
+        elif any(part[: len(below)] == below for part in parts):
+            children[name] = _twin(child, parts, training, below)
+        elif not child._modules and not child._parameters:
+            children[name] = copy_module(child, training)
+    tensors = {
+        kind: {name: t if t is None else _random_like(t) for name, t in vars(module)[kind].items()}
+        for kind in ("_parameters", "_buffers")
+    }
+    return copy_module(module, training, _modules=children, **tensors)
+
+
+def _random_like(tensor: Tensor) -> Tensor:
+    """Of the same shape: index tables keep their values, everything else is made anew."""
+    if not tensor.is_floating_point():
+        return tensor.detach().cpu().clone()
+    return torch.linspace(-1, 1, tensor.numel(), dtype=torch.float64).view(tensor.shape)
+
+
+def _weights(copy: nn.Module, layout: AttentionLayout) -> list[Tensor]:
+    return [find(copy, path).weight for path in layout.linears]
+
+
+def _exact_norm(record: FusedNorm, norm: nn.Module, random: torch.Generator) -> nn.Module:
+    """A norm over a head as precise as float64: those of transformers compute in float32."""
+    made = record.norm(norm, torch.float64)
+    weight = torch.randn(norm.weight.shape, generator=random, dtype=torch.float64)
+    return _ExactNorm(Norm(made.kind, weight, None, made.eps))
+
+
+class _ExactNorm(nn.Module):
+    def __init__(self, norm: Norm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reference.normalize(x, self.norm)
+
+
+def _set_dropout(copy: nn.Module, layout: AttentionLayout, p: float) -> None:
+    """Sets the probability for attention weights, wherever the copy holds it."""
+    if layout.dropout:
+        owner, name = find(copy, layout.dropout[:-1]), layout.dropout[-1]
+        holder = getattr(owner, name)
+        if isinstance(holder, nn.Dropout):
+            owner._modules[name] = copy_module(holder, copy.training, p=p)
+        else:
+            owner.__dict__[name] = p
+
+
+def _arguments(
+    layer: nn.Module, layout: AttentionLayout, d: int, scenario: Scenario, random: torch.Generator
+) -> dict[str, Any]:
+    """Random arguments by name for what the forward takes."""
+    core = find(layer, layout.core)
+    width = features(find(layer, layout.out))[0] // layout.num_heads
+    length = getattr(core, "window_area", _LENGTH)
+    keys = _KEYS if scenario.crossed else length
+    prefix = _prefix(layer, layout)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    rotated = getattr(core, "rotary_ndims", width)
+    angles = 3 * normal(1, length, rotated // 2)
+    angles = torch.cat((angles, angles), dim=-1)
+    if "rope" in _roles(layer).values():
+        angles = angles[0, prefix:]
+    made = {
+        "x": normal(_BATCH, length, d),
+        "keys": normal(_BATCH, keys, d) if scenario.crossed else None,
+        "mask": normal(_BATCH, 1, length, keys) if scenario.masked else None,
+        "keys_mask": normal(_BATCH, 1, length, keys) if scenario.masked else None,
+        "rotary": None if scenario.crossed else (angles.cos(), angles.sin()),
+        "rope": torch.cat((angles.sin(), angles.cos()), dim=-1),
+        "bias": normal(1, layout.num_heads, length, keys),
+    }
+    if layout.bias_method and scenario.masked:
+        made["mask"] = normal(_BATCH, length, length)
+    required = required_names(type(layer))
+    given = {name: made.get(role) for name, role in _roles(layer).items()}
+    return {name: value for name, value in given.items() if value is not None or name in required}
+
+
+def why_not_attention(layout: AttentionLayout, seen: list[Observation]) -> str | None:
+    """Why what was observed is not what `layout` says; None if it is."""
+    with isolated():
+        for observation in seen:
+            reason = _why_not(layout, observation)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _why_not(layout: AttentionLayout, seen: Observation) -> str | None:
+    expected = _expected(layout, seen)
+    if isinstance(expected, str):
+        return expected
+    where = seen.scenario.name
+    if not _close(seen.y, expected):
+        return f"its forward computes something else {where}: outputs differ"
+    x, weights = seen.inputs.x, _weights(seen.copy, layout)
+    wanted = torch.autograd.grad(expected, [x, *weights], seen.dout, allow_unused=True)
+    for got, want in zip(seen.gradients, wanted, strict=True):
+        got, want = (torch.zeros(()) if t is None else t for t in (got, want))
+        if not _close(got.expand(want.shape) if got.dim() == 0 else got, want):
+            return f"its forward computes something else {where}: gradients differ"
+    return None
+
+
+def _close(actual: Tensor, expected: Tensor) -> bool:
+    scale = 1.0 + expected.abs().amax() if expected.numel() else 1.0
+    same_shape = actual.shape == expected.shape or expected.dim() == 0
+    return same_shape and bool(((actual - expected).abs() <= _TOLERANCE * scale).all())
+
+
+def _expected(layout: AttentionLayout, seen: Observation) -> Tensor | str:
+    copy = seen.copy
+    inputs = with_bias(copy, layout, seen.inputs)
+    visible = (
+        inputs if isinstance(inputs, str) else visible_by(inputs, implementation(copy, layout.core), layout.causal)
+    )
+    if isinstance(visible, str):
+        return visible
+    mask, key_mask, causal = visible
+    x = inputs.x
+    weights, biases = unpacked(copy, layout)
+    out = find(copy, layout.out)
+    norms = [find(copy, path).norm if path else None for path in (layout.q_norm, layout.k_norm)]
+    # Of weights that are all dropped nothing is left but the bias.
+    scaled_out = _weight(out) * (0.0 if seen.scenario.dropped else 1.0)
+    settings: dict[str, Any] = {} if layout.softcap is None else {"softcap": layout.softcap}
+    y, _ = reference.multi_head_attention(
+        x, inputs.keys, None, weights, biases, scaled_out, out.bias, layout.num_heads, layout.num_kv_heads,
+        q_norm=norms[0] and norms[0].weight, k_norm=norms[1] and norms[1].weight,
+        qk_norm_eps=norms[0].eps if norms[0] else 1e-6, rotary=inputs.rotary and _three_dims(inputs.rotary),
+        rotary_interleaved=layout.interleaved, attn_mask=mask, key_padding_mask=key_mask,
+        causal="top_left" if causal else None, scale=layout.scale, **settings,
+    )  # fmt: skip
+    for path in layout.after:
+        y = y * seen.factors[path]
+    return (y + x) * seen.factors[layout.norm] if layout.norm else y
+
+
+def _three_dims(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return tuple(t if t.dim() == 3 else t.unsqueeze(0) for t in rotary)
+
+
+def _weight(linear: nn.Module) -> Tensor:
+    return linear.weight if isinstance(linear, nn.Linear) else linear.weight.t()
+
+
+def unpacked(copy: nn.Module, layout: AttentionLayout) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """Weights and biases of q, k and v, each [rows, columns] and [rows]."""
+    linears = [find(copy, path) for path in (layout.q, layout.k, layout.v)]
+    weights, biases = [_weight(linear) for linear in linears], [linear.bias for linear in linears]
+    own = own_biases(copy, layout)
+    if layout.packing == BLOCKS:
+        columns = features(find(copy, layout.out))[0]
+        rows = (columns, *[columns // layout.num_heads * layout.num_kv_heads] * 2)
+        weights = weights[0].split(rows)
+        biases = biases if biases[0] is None else biases[0].split(rows)
+    elif layout.packing == HEADS:
+        heads = layout.num_heads
+        weights = [w.flatten(0, 1) for w in weights[0].unflatten(0, (heads, 3, -1)).unbind(1)]
+        if biases[0] is not None:
+            biases = [b.flatten() for b in biases[0].unflatten(0, (heads, 3, -1)).unbind(1)]
+    return tuple(weights), tuple(own or biases)
