@@ -77,6 +77,18 @@ def conv1d() -> nn.Module:
     return Layer(gate_first, both=linear(2 * HIDDEN, WIDTH), down=linear(WIDTH, HIDDEN))
 
 
+def split_by(width: int) -> nn.Module:
+    """Code that needs a number which conversion cannot change in its tiny copy without knowing what it means."""
+
+    def forward(s, x):
+        gate, up = s.both(x).split(s.width, dim=-1)
+        return s.down(F.silu(gate) * up)
+
+    layer = Layer(forward, **linears())
+    layer.width = width
+    return layer
+
+
 PACKED = {
     "gate first": (lambda: Layer(gate_first, **linears()), "silu"),
     "up first": (lambda: Layer(up_first, **linears()), "silu"),
@@ -84,6 +96,7 @@ PACKED = {
     "bias of one": (lambda: Layer(up_first, both=linears(bias=False)["both"], down=linears()["down"]), "silu"),
     "linears in another order": (lambda: Layer(up_first, **dict(reversed(linears().items()))), "silu"),
     "Conv1D": (conv1d, "silu"),
+    "split by its own width": (lambda: split_by(HIDDEN), "silu"),
     "timm GluMlp": (timm_glu, "sigmoid"),
     "timm GluMlp, gate first": (lambda: timm_glu(gate_last=False), "sigmoid"),
     "timm SwiGLUPacked": (lambda: pytest.importorskip("timm.layers").SwiGLUPacked(WIDTH, 2 * HIDDEN), "silu"),

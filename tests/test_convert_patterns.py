@@ -120,6 +120,11 @@ def test_converted_layer_equals_its_twin_to_1e_10(act, name):
     assert_same(actual, step(stock, LINE.unsqueeze(-1)), 1e-10)
 
 
+def sized(layer: nn.Module, **widths: int) -> nn.Module:
+    vars(layer).update(widths)
+    return layer
+
+
 GELU = nn.GELU()
 FITTING = {
     "wrong order": lambda: Layer(lambda s, x: s.z(F.gelu(s.y(x))), z=down(), y=up()),
@@ -136,6 +141,11 @@ FITTING = {
     "Sequential": lambda: nn.Sequential(up(), nn.Tanh(), down()),
     "Sequential with norm first": lambda: nn.Sequential(nn.LayerNorm(6), up(), nn.GELU(), nn.Dropout(0.0), down()),
     "long Sequential": lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9), nn.ReLU(), nn.Linear(9, 6)),
+    "own width": lambda: sized(
+        Layer(lambda s, x: s.b(F.gelu(s.a(x.reshape(-1, s.width))).reshape(*x.shape[:-1], s.hidden)), a=up(), b=down()),
+        width=6,
+        hidden=10,
+    ),
     "encoder layer": lambda: nn.TransformerEncoderLayer(6, 2, 10, dropout=0.0, batch_first=True),
     "pre-norm encoder layer": lambda: nn.TransformerEncoderLayer(6, 2, 10, 0.0, nn.GELU(), norm_first=True),
 }
@@ -210,6 +220,28 @@ LEFT = {
         lambda: Layer(lambda s, x: s.b(F.dropout(s.act(s.a(x)), 0.4, s.training)), a=up(), b=down(), act=GELU),
         "something else in training",
     ),
+    "functional dropout and activation": (
+        lambda: Layer(lambda s, x: s.b(F.dropout(F.gelu(s.a(x)), 0.4, s.training)), a=up(), b=down()),
+        "something else in training: outputs differ",
+    ),
+    "scale that is a width": (
+        lambda: sized(
+            Layer(lambda s, x: s.b(F.gelu(s.a(x)).view(*x.shape[:-1], s.hidden)) * s.hidden, a=up(), b=down()),
+            hidden=10,
+        ),
+        "outputs differ",
+    ),
+    "inline in a block": (
+        lambda: Layer(
+            lambda s, x: x + s.b(s.act(s.a(s.norm(x + s.attn(x))))),
+            attn=Layer(lambda s, x: s.q(x), q=nn.Linear(6, 6)),
+            norm=nn.LayerNorm(6),
+            a=up(),
+            b=down(),
+            act=F.gelu,
+        ),
+        r"its forward calls a and b between other steps \(attn, norm\); an MLP has to be a layer or a method",
+    ),
     "tuple": (
         lambda: Layer(lambda s, x: (s.b(s.act(s.a(x))), None), a=up(), b=down(), act=GELU),
         "returns a tuple instead of a tensor",
@@ -226,6 +258,14 @@ LEFT = {
     "two devices": (lambda: nn.Sequential(up(), nn.ReLU(), down().to("meta")), "different devices"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(10), nn.ReLU(), down()), "0 is a nn.LazyLinear"),
 }
+
+
+def gates() -> nn.Module:
+    """Stacks of matrices among other parameters: block-diagonal gates, not experts."""
+    layer = Layer(lambda s, x: x)
+    layer.a, layer.b = (nn.Parameter(torch.zeros(2, 3, 3)) for _ in range(2))
+    layer.decay = nn.Parameter(torch.zeros(6))
+    return layer
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -249,6 +289,21 @@ def test_left_alone_with_a_reason(name):
         lambda: nn.Sequential(nn.Linear(6, 2), nn.ReLU()),
         lambda: nn.ModuleList([up(), nn.GELU(), down()]),
         lambda: Layer(lambda s, x: s.q(x) @ s.k(x).mT, q=nn.Linear(6, 6), k=nn.Linear(6, 6)),
+        lambda: Layer(lambda s, x: s.b(s.a(x)), a=up(), b=down()),  # low rank, but linear
+        lambda: Layer(lambda s, x: s.b(F.relu(s.a(x)).mean(-2, keepdim=True).expand(2, 3, -1)), a=up(), b=down()),
+        lambda: scaled(  # attention: its softmax is no activation
+            Layer(
+                lambda s, x: s.o(s.soft(s.qkv(x)) * s.scale), qkv=nn.Linear(6, 18), o=nn.Linear(6, 6), soft=nn.Softmax()
+            )
+        ),
+        lambda: Layer(  # a block: two children with linears inside, and a drop path that looks like an activation
+            lambda s, x: s.mlp(s.norm(s.attn(x))),
+            attn=Layer(lambda s, x: s.q(x), q=nn.Linear(6, 6)),
+            mlp=Layer(lambda s, x: s.q(x), q=nn.Linear(6, 6)),
+            norm=nn.LayerNorm(6),
+            drop=Gelu(),
+        ),
+        lambda: gates(),
     ],
 )
 def test_what_does_not_look_like_an_mlp_gets_no_line(make):

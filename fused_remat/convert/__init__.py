@@ -1,10 +1,11 @@
 """`convert` and `revert`: let the layers of an existing model drop their activations, without changing the model.
 
 How it works, in reading order: `select` picks modules; for MLPs, `patterns` proposes where the parts might be,
-`behaviour` proves a proposal by running the layer's code on a tiny copy; `attention` recognises nn.MultiheadAttention,
-`attention_examine` the attentions of other libraries (`attention_layout` proposes, `attention_probe` proves,
-`attention_call` reads their arguments); `norm_examine` the norms in front of these layers; `rebind` gives a layer a
-subclass of its own class, which runs the records that `fused`, `attention`, `attention_layer` and `norms` define.
+`behaviour` proves a proposal by running the layer's code on a tiny copy, `near_misses` says why not where no layer or
+method is the MLP; `attention` recognises nn.MultiheadAttention, `attention_examine` the attentions of other libraries
+(`attention_layout` proposes, `attention_probe` proves, `attention_call` reads their arguments); `norm_examine` the
+norms in front of these layers; `rebind` gives a layer a subclass of its own class, which runs the records that `fused`,
+`attention`, `attention_layer` and `norms` define.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fused_remat import reference
 from fused_remat.activations import ACTIVATIONS
@@ -118,8 +119,8 @@ def looks_like_activation(module: nn.Module) -> bool:
     """Whether `module` could be an activation, known or not: a leaf that maps any tensor to one of the same shape."""
     if module._modules:
         return False
-    if type(module) is not nn.GLU and type(module).__module__ == "torch.nn.modules.activation":
-        return True
+    if type(module).__module__ == "torch.nn.modules.activation":
+        return not isinstance(module, (nn.GLU, nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d))
     return _width_out(module) == _grid().numel()
 
 
@@ -172,11 +173,26 @@ def observe(layer: nn.Module, layout: Layout, linear: type[nn.Module]) -> list[O
         for training in (False, True):
             mode = "in training" if training else "in evaluation"
             try:
-                observations.append(_observe(layer, layout, linear, training, mode))
+                observations.append(_observe_either(layer, layout, linear, training, mode))
             except Exception as error:  # the layer's code may raise anything when it is not an MLP
                 text = str(error).strip().splitlines()
                 return f"its {layout.method} fails {mode} on a small copy: {text[0] if text else type(error).__name__}"
     return observations
+
+
+def computes_tokens_apart(observations: list[Observation]) -> bool:
+    """Whether the code is like any MLP: not linear, each token row a function of that row alone, every linear used."""
+    seen = observations[0]
+    if any(gradient is None for gradient in seen.gradients) or seen.y.shape != seen.x.shape:
+        return False
+    with isolated():
+        slopes = []
+        for at in ((0, 1), (1, 0)):
+            gradient = torch.autograd.grad(seen.y[at].sum(), seen.x, retain_graph=True)[0]
+            slopes.append(gradient[at])
+            if torch.count_nonzero(gradient) != torch.count_nonzero(gradient[at]):
+                return False
+        return not _close(*slopes)
 
 
 def why_not_mlp(layout: Layout, observations: list[Observation]) -> str | None:
@@ -192,6 +208,31 @@ def why_not_mlp(layout: Layout, observations: list[Observation]) -> str | None:
                 if got is None or not _close(got, want, 1.0 + want.abs().amax(-1, keepdim=True)):
                     return f"{what}: gradients differ"
     return None
+
+
+def _observe_either(
+    layer: nn.Module, layout: Layout, linear: type[nn.Module], training: bool, mode: str
+) -> Observation:
+    """With the attributes that the layer has; if that fails, with the widths among them as they are in the copy."""
+    try:
+        return _observe(layer, layout, linear, training, mode)
+    except Exception:
+        widths = _widths(layer, layout, linear)
+        resized = {name: widths[n] for name, n in vars(layer).items() if type(n) is int and n in widths}
+        if not resized:
+            raise
+        return _observe(copy_module(layer, training, **resized), layout, linear, training, mode)
+
+
+def _widths(layer: nn.Module, layout: Layout, linear: type[nn.Module]) -> dict[int, int]:
+    """The layer's own widths, and those of the copy; nothing where two of them cannot be told apart."""
+    pairs = []
+    for path, sizes in ((layout.up, (2 * _F if layout.packed else _F, _D)), (layout.down, (_D, _F))):
+        weight = getattr(find(layer, path), "weight", None)
+        if not isinstance(weight, Tensor) or is_lazy(weight) or weight.dim() != 2:
+            return {}
+        pairs += zip(weight.shape if linear is nn.Linear else weight.shape[::-1], sizes, strict=True)
+    return dict(pairs) if len(dict(pairs)) == len(set(pairs)) else {}
 
 
 def _observe(layer: nn.Module, layout: Layout, linear: type[nn.Module], training: bool, mode: str) -> Observation:
@@ -216,7 +257,7 @@ def _observe(layer: nn.Module, layout: Layout, linear: type[nn.Module], training
     y = getattr(type(layer), layout.method)(_twin(layer, parts, training), x)
     if not isinstance(y, Tensor):
         raise TypeError(f"it returns a {type(y).__name__} instead of a tensor")
-    gradients = torch.autograd.grad(y, _differentiable(x, weights), dout, allow_unused=True)
+    gradients = torch.autograd.grad(y, _differentiable(x, weights), dout, retain_graph=True, allow_unused=True)
     return Observation(mode, weights, factors, x, dout, y, gradients)
 
 

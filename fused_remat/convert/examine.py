@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fused_remat.convert.behaviour import Observation, observe, why_not_mlp
+from fused_remat.convert.behaviour import Observation, computes_tokens_apart, observe, why_not_mlp
 from fused_remat.convert.fused import INTERLEAVED, Fused, Layout, Path, find, why_changed
+from fused_remat.convert.near_misses import NEAR_MISSES
 from fused_remat.convert.patterns import PATTERNS, Proposal, attribute, is_conv1d
 from fused_remat.convert.rebind import fused_class, records_of
 from fused_remat.nn import MLP, GatedMLP, MultiheadAttention
@@ -45,7 +46,7 @@ def examine(layer: nn.Module, keep: Keep, known: set[Layout]) -> Fused | str | N
         if isinstance(verdict, Fused):
             return verdict
         first_reason = first_reason or verdict
-    return first_reason
+    return first_reason or next(filter(None, (near_miss(layer) for near_miss in NEAR_MISSES)), None)
 
 
 def _settle(layer: nn.Module, proposal: Proposal, keep: Keep, known: set[Layout]) -> Fused | str | None:
@@ -64,7 +65,10 @@ def _settle(layer: nn.Module, proposal: Proposal, keep: Keep, known: set[Layout]
             fused = _record(layer, layout, linear, keep)
             return _why_not_now(layer, fused) or fused
         reason = reason or mismatch
-    return (reason or "its parts are in no order that a fused MLP has") if proposal.certain else None
+    ran = [seen for seen in observed.values() if not isinstance(seen, str)]
+    if not proposal.certain and not any(map(computes_tokens_apart, ran)):
+        return None
+    return reason or "its parts are in no order that a fused MLP has"
 
 
 def _record(layer: nn.Module, layout: Layout, linear: type[nn.Module], keep: Keep) -> Fused:

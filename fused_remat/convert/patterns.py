@@ -105,6 +105,8 @@ def _by_children(layer: nn.Module) -> Proposal | None:
         for role in _roles(layer, ups, down)
     ]
     shapes = None if any(_roles(layer, linears[:-1], linears[-1])) else _describe_shapes(layer, linears)
+    if misfit is not None and any(features(layer._modules[name]) is None for name in linears):
+        return None  # a block: its attention and MLP have linears inside, as adapters have
     if misfit is not None or not roles:
         return Proposal(near_miss=misfit or shapes) if looks else None
     layouts = tuple(_join(role, parts) for parts in _between(layer, kinds) for role in roles)
@@ -222,21 +224,34 @@ def _paths(names: Iterable[str]) -> tuple[Path, ...]:
     return tuple((name,) for name in names)
 
 
+_BERT = Layout(
+    up=("intermediate", "dense"),
+    act=("intermediate", "intermediate_act_fn"),
+    down=("output", "dense"),
+    after=(("output", "dropout"),),
+    norm=("output", "LayerNorm"),
+    through=(("intermediate",), ("output",)),
+    method="feed_forward_chunk",
+)
+
 PATTERNS: dict[str, Pattern] = {
     # Linear, activation (or GLU), Linear in a row; torchvision's MLPBlock is one of these.
     "Sequential": _sequential,
     # transformers' encoder layers: BERT, RoBERTa, ELECTRA, ... The residual and the norm stay outside the op.
-    "BERT layer": _fixed(
+    "BERT layer": _fixed(_BERT),
+    "Longformer layer": _fixed(replace(_BERT, method="ff_chunk")),
+    "Q-Former layer": _fixed(
         Layout(
-            up=("intermediate", "dense"),
-            act=("intermediate", "intermediate_act_fn"),
-            down=("output", "dense"),
-            after=(("output", "dropout"),),
-            norm=("output", "LayerNorm"),
-            through=(("intermediate",), ("output",)),
-            method="feed_forward_chunk",
+            up=("intermediate_query", "dense"),
+            act=("intermediate_query", "intermediate_act_fn"),
+            down=("output_query", "dense"),
+            after=(("output_query", "dropout"),),
+            norm=("output_query", "LayerNorm"),
+            through=(("intermediate_query",), ("output_query",)),
+            method="feed_forward_chunk_query",
         )
     ),
+    "ALBERT layer": _fixed(Layout(up=("ffn",), act=("activation",), down=("ffn_output",), method="ff_chunk")),
     "nn.TransformerEncoderLayer": _fixed(
         Layout(
             up=("linear1",),
