@@ -40,6 +40,8 @@ struct Attending {
   int64_t extra_keys = 0;  // the last ones, which masks and band do not concern
   double dropout_p = 0.0;
   double scale = 1.0;
+  // Scaled scores become softcap * tanh(score / softcap) before any mask; 0 = they stay.
+  double softcap = 0.0;
   int64_t head0 = 0;      // of the first query head here among
   int64_t num_heads = 0;  // all H of the call, by which dropout masks are numbered
   int64_t scratch = 0;    // bytes that an implementer's tiles may take beside its operands

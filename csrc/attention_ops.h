@@ -12,7 +12,7 @@ namespace fused_remat {
 
 struct AttentionOptions {
   int64_t causal, window_left, window_right;
-  double dropout_p, scale;
+  double dropout_p, scale, softcap;
   int64_t workspace;
   std::string backend;
   at::ScalarType compute_dtype;

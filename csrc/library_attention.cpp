@@ -17,11 +17,11 @@ using std::string;
 std::tuple<Tensor, Tensor> attention_fwd_op(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attn_mask,
     const OptionalTensor& key_mask, int64_t causal, int64_t window_left, int64_t window_right,
-    double dropout_p, double scale, int64_t workspace, string backend,
+    double dropout_p, double scale, double softcap, int64_t workspace, string backend,
     std::optional<ScalarType> compute_dtype, const Tensor& seed) {
   return attention_fwd(
       q, k, v, attn_mask, key_mask,
-      {causal, window_left, window_right, dropout_p, scale, workspace, backend,
+      {causal, window_left, window_right, dropout_p, scale, softcap, workspace, backend,
        compute_dtype.value_or(q.scalar_type())},
       seed);
 }
@@ -30,13 +30,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd_op(
     const OptionalTensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k,
     const Tensor& v, const OptionalTensor& attn_mask, const OptionalTensor& key_mask,
     int64_t causal, int64_t window_left, int64_t window_right, double dropout_p, double scale,
-    int64_t workspace, string backend, std::optional<ScalarType> compute_dtype, const Tensor& seed,
-    const OptionalTensor& out, const OptionalTensor& lse, c10::List<bool> output_mask) {
+    double softcap, int64_t workspace, string backend, std::optional<ScalarType> compute_dtype,
+    const Tensor& seed, const OptionalTensor& out, const OptionalTensor& lse,
+    c10::List<bool> output_mask) {
   c10::SmallVector<bool, 5> wanted;
   for (const bool want : output_mask) wanted.push_back(want);
   return attention_bwd(
       dout, dlse, q, k, v, attn_mask, key_mask,
-      {causal, window_left, window_right, dropout_p, scale, workspace, backend,
+      {causal, window_left, window_right, dropout_p, scale, softcap, workspace, backend,
        compute_dtype.value_or(q.scalar_type())},
       seed, out, lse, wanted);
 }
@@ -44,19 +45,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd_op(
 // Of level 3, what turns q, k and v into probabilities comes last but for the buffers.
 #define FUSED_REMAT_ATTENDING_SCHEMA                                                    \
   "Tensor? attn_mask, Tensor? key_mask, Tensor seed, int band_low, int band_high, int " \
-  "extra_keys, float dropout_p, float scale, int head0, int num_heads, int scratch"
+  "extra_keys, float dropout_p, float scale, float softcap, int head0, int num_heads, int scratch"
 #define FUSED_REMAT_ATTENDING_PARAMETERS                                                       \
   const OptionalTensor &attn_mask, const OptionalTensor &key_mask, const Tensor &seed,         \
       int64_t band_low, int64_t band_high, int64_t extra_keys, double dropout_p, double scale, \
-      int64_t head0, int64_t num_heads, int64_t scratch
-#define FUSED_REMAT_ATTENDING_GROUPED                                                      \
-  Attending {                                                                              \
-    attn_mask, key_mask, seed, {band_low, band_high}, extra_keys, dropout_p, scale, head0, \
-        num_heads, scratch                                                                 \
+      double softcap, int64_t head0, int64_t num_heads, int64_t scratch
+#define FUSED_REMAT_ATTENDING_GROUPED                                                        \
+  Attending {                                                                                \
+    attn_mask, key_mask, seed, {band_low, band_high}, extra_keys, dropout_p, scale, softcap, \
+        head0, num_heads, scratch                                                            \
   }
 #define FUSED_REMAT_ATTENDING_FLAT(a)                                                 \
   (a).attn_mask, (a).key_mask, (a).seed, (a).band.low, (a).band.high, (a).extra_keys, \
-      (a).dropout_p, (a).scale, (a).head0, (a).num_heads, (a).scratch
+      (a).dropout_p, (a).scale, (a).softcap, (a).head0, (a).num_heads, (a).scratch
 
 template <auto kImplementation>
 void attention_fwd_tile(
@@ -141,7 +142,8 @@ namespace {
 void define_attention(torch::Library& m) {
   const string arguments =
       "Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? key_mask, int causal, int "
-      "window_left, int window_right, float dropout_p, float scale, int workspace, str backend, "
+      "window_left, int window_right, float dropout_p, float scale, float softcap, int workspace, "
+      "str backend, "
       "ScalarType? compute_dtype";
   m.def(("attention(" + arguments + "=None) -> (Tensor out, Tensor lse)").c_str(), kExactStrides);
   for (const string op : {"attention_fwd", "attention_reference"})

@@ -22,7 +22,8 @@ const string kArguments =
     "Tensor? sin, Tensor? attn_mask, Tensor? key_mask, int num_heads, int num_kv_heads, "
     "bool add_zero_attn, str norm, float norm_eps, float qk_norm_eps, bool rotary_interleaved, "
     "int causal, int window_left, int window_right, float dropout_p, float scale, "
-    "int need_weights, bool keep_q, bool keep_k, bool keep_v, bool keep_out, int workspace, "
+    "float softcap, int need_weights, bool keep_q, bool keep_k, bool keep_v, bool keep_out, int "
+    "workspace, "
     "str backend, ScalarType? compute_dtype";
 
 // Arguments in their order on the stack.
@@ -51,15 +52,12 @@ MhaOperands read_operands(Reader& r) {
 }
 
 MhaOptions read_options(Reader& r, const Tensor& query) {
-  MhaOptions options{r.integer(),        r.integer(),
-                     r.flag(),           r.text(),
-                     r.number(),         r.number(),
-                     r.flag(),           r.integer(),
-                     r.integer(),        r.integer(),
-                     r.number(),         r.number(),
-                     r.integer(),        {r.flag(), r.flag(), r.flag(), r.flag()},
-                     r.integer(),        r.text(),
-                     query.scalar_type()};
+  MhaOptions options{r.integer(), r.integer(), r.flag(),
+                     r.text(),    r.number(),  r.number(),
+                     r.flag(),    r.integer(), r.integer(),
+                     r.integer(), r.number(),  r.number(),
+                     r.number(),  r.integer(), {r.flag(), r.flag(), r.flag(), r.flag()},
+                     r.integer(), r.text(),    query.scalar_type()};
   const IValue& compute_dtype = r.value();
   if (!compute_dtype.isNone()) options.compute_dtype = compute_dtype.toScalarType();
   return options;

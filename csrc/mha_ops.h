@@ -66,7 +66,7 @@ struct MhaOptions {
   double norm_eps, qk_norm_eps;
   bool rotary_interleaved;
   int64_t causal, window_left, window_right;
-  double dropout_p, scale;
+  double dropout_p, scale, softcap;
   int64_t need_weights;
   std::array<bool, kMhaResiduals> keep;
   int64_t workspace;

@@ -142,19 +142,23 @@ def attention(
     extra_keys: int = 0,  # this many last keys are beyond masks, causality and window: always visible
     dropout_p: float = 0.0,
     scale: float | None = None,
+    softcap: float | None = None,
     seed: Tensor | None = None,  # int64 [1]; drawn here when dropout is on and none is given
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax attention (Vaswani et al. 2017), key-value heads shared by groups of query heads (Ainslie et al. 2023).
 
     Returns out [B, H, Lq, Ev]; lse [B, H, Lq], the log of the sum of exponentials, -inf for a row with nothing to
     attend to; and the probabilities after dropout [B, H, Lq, Lk]. Half-precision inputs are computed in float32. A row
-    with nothing to attend to gives zeros, and zero gradients.
+    with nothing to attend to gives zeros, and zero gradients. With `softcap` the scaled scores become
+    `softcap * tanh(scores / softcap)` before masks (Gemma Team, "Gemma 2", 2024, section 2).
     """
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     repeats = q.shape[1] // max(k.shape[1], 1)
     q, k, v = q.to(wide), *(t.to(wide).repeat_interleave(repeats, dim=1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = (q @ k.transpose(-2, -1)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     masked = k.shape[2] - extra_keys
     seen = visible(q.shape[2], masked, causal, window, q.device)
     for mask in (seen, attn_mask, None if key_padding_mask is None else key_padding_mask[:, None, None]):
@@ -232,7 +236,7 @@ def multi_head_attention(
     rotary: tuple[Tensor, Tensor] | None = None,  # cos and sin, [1 or B, L, R]
     rotary_interleaved: bool = False,
     average_attn_weights: bool = True,
-    **attention_settings: object,  # masks, causal, window, dropout_p, scale, seed of `attention`
+    **attention_settings: object,  # masks, causal, window, dropout_p, scale, softcap, seed of `attention`
 ) -> tuple[Tensor, Tensor]:
     """Projections, attention and output projection; returns y [B, Lq, Do] and the attention weights after dropout.
 

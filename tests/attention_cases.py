@@ -124,6 +124,7 @@ def naive(
     attn_mask: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     kept: Tensor | None = None,  # bool [B, H, Lq, Lk]: what dropout keeps
     dropout_p: float = 0.0,
     **position,
@@ -132,6 +133,9 @@ def naive(
     group = q.shape[1] // k.shape[1]
     k, v = (torch.stack([t[:, head // group] for head in range(q.shape[1])], dim=1) for t in (k, v))
     scores = torch.einsum("bhie,bhje->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        scores = softcap - 2 * softcap / ((2 * scores / softcap).exp() + 1)
     seen = band(q.shape[2], k.shape[2], **position).expand(scores.shape)
     padding = None if key_padding_mask is None else key_padding_mask[:, None, None, :]
     for mask in (attn_mask, padding):

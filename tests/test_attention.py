@@ -273,7 +273,7 @@ def test_forward_and_backward_on_different_backends_agree():
     seed, dout, dlse = torch.tensor([5]), torch.randn(2, 4, 9, 5).double(), torch.randn(2, 4, 9).double()
     ops, results = torch.ops.fused_remat, []
     for forward, backward in product(cases.BACKENDS, repeat=2):
-        call = lambda backend: (q, k, v, mask, key_mask, 2, 6, -1, 0.2, 0.5, 2000, backend, torch.float64, seed)
+        call = lambda backend: (q, k, v, mask, key_mask, 2, 6, -1, 0.2, 0.5, 1.5, 2000, backend, torch.float64, seed)
         out, lse = ops.attention_fwd(*call(forward))
         gradients = ops.attention_bwd(dout, dlse, *call(backward), out, lse, [True] * 4 + [False])
         results.append([out, lse, *gradients])

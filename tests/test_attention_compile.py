@@ -175,14 +175,14 @@ def test_opcheck_every_op(layout, dtype, backend):
     for kind, settings in (
         ("none", {}),
         ("float+padding", {"dropout_p": 0.3}),
-        ("bool-empty-row", {"is_causal": True}),
+        ("bool-empty-row", {"is_causal": True, "softcap": 2.0}),
     ):
         masks = cases.masks(kind, given)
         cases.learned(masks)
         checked = spy.samples(lambda m=masks, s=settings: cases.run(given, **m, **s, return_lse=True), backend)
         mask = masks.get("attn_mask")
         mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
-        level1 = (*given.values(), mask, masks.get("key_padding_mask"), 1, 2, -1, 0.0, 0.5, 2000, backend)
+        level1 = (*given.values(), mask, masks.get("key_padding_mask"), 1, 2, -1, 0.0, 0.5, 0.0, 2000, backend)
         composite = ("attention_reference", (*level1, None, None))
         for name, arguments in (("attention", level1), composite, *checked):
             results = opcheck(getattr(torch.ops.fused_remat, name).default, arguments)
@@ -231,7 +231,7 @@ def test_jvp_and_dual_numbers():
 
 def test_the_bare_op_refuses_transforms_instead_of_dropping_them():
     q, k, v = cases.operands(requires_grad=False).values()
-    op = lambda q: torch.ops.fused_remat.attention(q, k, v, None, None, 0, -1, -1, 0.0, 1.0, 2000, "cpp")[0]
+    op = lambda q: torch.ops.fused_remat.attention(q, k, v, None, None, 0, -1, -1, 0.0, 1.0, 0.0, 2000, "cpp")[0]
     with pytest.raises(NotImplementedError, match="reference path"):
         grad(lambda q: op(q).sum())(q)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="reference"):

@@ -72,6 +72,12 @@ BAD = {
     "float8": (
         {n: t.to(torch.float8_e4m3fn) for n, t in _tensors().items()}, {}, TypeError, "q must be floating point of at"
     ),
+    "softcap of 0": ({}, {"softcap": 0}, ValueError, r"softcap must be a number in \[1e-30, 1e30\], or None.*got 0"),
+    "negative softcap": ({}, {"softcap": -50.0}, ValueError, "softcap must be a number .*got -50.0"),
+    "softcap NaN": ({}, {"softcap": NAN}, ValueError, "softcap must be a number .*got nan"),
+    "infinite softcap": ({}, {"softcap": float("inf")}, ValueError, "softcap must be a number .*got inf"),
+    "softcap beyond float32": ({}, {"softcap": 1e39}, ValueError, "softcap must be a number"),
+    "softcap type": ({}, {"softcap": True}, ValueError, "softcap must be a number .*got True"),
     "scale type": ({}, {"scale": "1"}, ValueError, "scale must be a finite number"),
     "negative workspace": ({}, {"workspace": -1}, ValueError, "workspace must be at least 1 byte"),
     "workspace type": ({}, {"workspace": 1.5}, TypeError, "workspace must be an int"),
@@ -120,8 +126,8 @@ def test_the_op_checks_its_own_arguments():
     q, k, v = _tensors().values()
     q.requires_grad_()
     op = torch.ops.fused_remat.attention
-    # masks; causal, window left and right, dropout_p, scale, workspace, backend
-    good = (None, None, 0, -1, -1, 0.0, 1.0, 1000, "cpp")
+    # masks; causal, window left and right, dropout_p, scale, softcap, workspace, backend
+    good = (None, None, 0, -1, -1, 0.0, 1.0, 0.0, 1000, "cpp")
     op(q, k, v, *good)
     bad = {
         "q, k and v must be": (q[0], k, v, *good),
@@ -134,6 +140,8 @@ def test_the_op_checks_its_own_arguments():
         "masks are bool or floating point, got Int": (q, k, v, torch.ones(1, 1, 5, 7).int(), *good[1:]),
         r"key_mask must be \[2, 7\], got \[2, 6\]": (q, k, v, None, torch.ones(2, 6), *good[2:]),
         r"dropout_p must be in \[0, 1\), got 1": (q, k, v, *good[:5], 1.0, *good[6:]),
+        "softcap must be in .*, or 0 for none, got -1": (q, k, v, *good[:7], -1.0, *good[8:]),
+        "softcap must be in .*, or 0 for none, got nan": (q, k, v, *good[:7], NAN, *good[8:]),
         "causal must be 0 .* got 3": (q, k, v, None, None, 3, *good[3:]),
         "attention_fwd_nobody": (q, k, v, *good[:-1], "nobody"),
     }

@@ -97,8 +97,8 @@ def test_triton_kernels_pass_in_the_interpreter(op, name):
     [
         ("mlp", "gelu", "mlp_fwd_chunk", lambda a: a[13].mul_(1.001), "output 0"),
         ("mlp", "gated silu", "mlp_bwd_chunk", lambda a: a[17].mul_(1.001), "dw_gate"),
-        ("attention", "full", "attention_fwd", lambda a: a[15].add_(1e-3), "output 1"),
-        ("attention", "causal, dropout", "attention_bwd", lambda a: a[21].mul_(1.001), "dk"),
+        ("attention", "full", "attention_fwd", lambda a: a[16].add_(1e-3), "output 1"),
+        ("attention", "causal, dropout", "attention_bwd", lambda a: a[22].mul_(1.001), "dk"),
         ("multi_head_attention", "weights per head", "attention_weights", lambda a: a[-1].mul_(1.001), "output 1"),
     ],
 )  # fmt: skip

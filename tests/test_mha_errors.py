@@ -53,6 +53,7 @@ BAD = {
     ),
     "out_proj_bias": ({"out_proj_bias": ONES(5)}, ValueError, r"out_proj_bias must have shape \[6\]"),
     "bias_k alone": ({"bias_k": ONES(8)}, ValueError, "bias_k and bias_v go together"),
+    "softcap": ({"softcap": 0.0}, ValueError, "softcap must be a number in .*, or None for none, got 0.0"),
     "bias_v": ({"bias_k": ONES(8), "bias_v": ONES(9)}, ValueError, r"bias_v must have shape \[8\]"),
     "norm": ({"norm": "layer_norm"}, TypeError, "norm must be a fused_remat.Norm or None, got str"),
     "kind of norm": ({"norm": Norm("batch_norm")}, ValueError, "norm.kind must be 'layer_norm' or 'rms_norm'"),
@@ -154,6 +155,7 @@ RAW = {
     "batches of cos": {"cos": ONES(3, 5, 4), "sin": ONES(3, 5, 4)},
     "kind of weights": {"need_weights": 7},
     "dropout of 1": {"dropout_p": 1.0},
+    "negative softcap": {"softcap": -1.0},
 }
 
 

@@ -63,7 +63,7 @@ def record(case: Case, arch: int) -> list[Launch]:
 def cases() -> Iterator[Case]:
     """Every case, the widest used first."""
     for width in (64, 128, 256):
-        for variant in ("plain", "causal", "bool mask", "float mask", "dropout", "everything"):
+        for variant in ("plain", "causal", "bool mask", "float mask", "dropout", "softcap", "everything"):
             yield from _attention(variant, width)
     for width in (64, 128):
         yield from _attention("plain", width, torch.float32)  # products rounded to TF32
@@ -92,6 +92,7 @@ class _Attending:
     causal: bool = False
     dropout_p: float = 0.0
     padding: bool = False
+    softcap: float = 0.0
     kv_heads: int = HEADS
     length: int = LENGTH
     gap: int = 0  # elements between the rows of operands
@@ -102,7 +103,8 @@ class _Attending:
         key_mask = _empty(BATCH, 1, 1, self.length, dtype=torch.bool) if self.padding else None
         seed = _empty(1 if self.dropout_p else 0, dtype=torch.int64)
         high = 0 if self.causal else unlimited
-        return self.mask(self.length), key_mask, seed, -unlimited, high, 0, self.dropout_p, 0.125, 0, HEADS, 0
+        numbers = self.dropout_p, 0.125, self.softcap
+        return self.mask(self.length), key_mask, seed, -unlimited, high, 0, *numbers, 0, HEADS, 0
 
 
 _MASKS = {
@@ -111,6 +113,7 @@ _MASKS = {
     "bool mask": _Attending(mask=lambda n: _mask(torch.bool, 1, n)),
     "float mask": _Attending(mask=lambda n: _mask(torch.bfloat16, 1, n)),
     "dropout": _Attending(dropout_p=0.1),
+    "softcap": _Attending(causal=True, softcap=50.0),
     # Rows that no tensor descriptor can describe.
     "unaligned": _Attending(gap=1),
     # Sizes that no tile divides, and no address that is known to be aligned.

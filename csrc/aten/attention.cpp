@@ -8,6 +8,7 @@
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/softmax.h>
+#include <ATen/ops/square.h>
 #include <ATen/ops/sum.h>
 
 #include <algorithm>
@@ -30,9 +31,9 @@ class Rows {
  public:
   Rows(const Tensor& q, const Tensor& k, const Attending& attending, at::ScalarType accumulate)
       : q_(q), k_(k.to(accumulate)), attending_(attending), accumulate_(accumulate) {
-    constexpr int64_t kTemporaries = 6;
+    const int64_t temporaries = attending.softcap > 0.0 ? 7 : 6;
     const int64_t bytes = q.size(0) * q.size(1) * k.size(2) *
-                          static_cast<int64_t>(c10::elementSize(accumulate)) * kTemporaries;
+                          static_cast<int64_t>(c10::elementSize(accumulate)) * temporaries;
     block_ = std::clamp<int64_t>(
         attending.scratch / std::max<int64_t>(bytes, 1), 1, std::max<int64_t>(q.size(2), 1));
   }
@@ -48,8 +49,14 @@ class Rows {
   }
   const Tensor& keys() const { return k_; }
 
-  Tensor scores(int64_t i0, int64_t rows) const {
+  // `slope`, where asked for and scores are capped: their derivative by what they were before.
+  Tensor scores(int64_t i0, int64_t rows, Tensor* slope = nullptr) const {
     Tensor s = times_transposed(wide(q_, i0, rows), k_).mul_(attending_.scale);
+    if (attending_.softcap > 0.0) {
+      s.div_(attending_.softcap).tanh_();
+      if (slope != nullptr) *slope = at::square(s).neg_().add_(1.0);
+      s.mul_(attending_.softcap);
+    }
     const int64_t masked = k_.size(2) - attending_.extra_keys;
     Tensor maskable = s.narrow(3, 0, masked);
     mask_band(maskable, i0, rows);
@@ -66,8 +73,8 @@ class Rows {
 
   // Before dropout; 0 in rows with nothing to attend to. Whole rows are at hand, so that they are
   // normalised again rather than by the known lse, which has too few digits where scores are large.
-  Tensor probabilities(int64_t i0, int64_t rows) const {
-    const Tensor s = scores(i0, rows);
+  Tensor probabilities(int64_t i0, int64_t rows, Tensor* slope = nullptr) const {
+    const Tensor s = scores(i0, rows, slope);
     const Tensor nothing = s.eq(kNothing).all(3, /*keepdim=*/true);
     return at::softmax(s.masked_fill(nothing, 0.0), 3).masked_fill_(nothing, 0.0);
   }
@@ -185,20 +192,22 @@ void attention_bwd(
   const Tensor values = v.to(lse.scalar_type());
   const int64_t masked = k.size(2) - attending.extra_keys;
   tiles.for_each_block([&](int64_t i0, int64_t rows) {
-    const Tensor p = tiles.probabilities(i0, rows), scales = tiles.dropout(i0, rows);
+    Tensor slope;
+    const Tensor p = tiles.probabilities(i0, rows, &slope), scales = tiles.dropout(i0, rows);
     const Tensor dout_rows = tiles.wide(dout, i0, rows);
     Tensor dv = gradients.dv, dk = gradients.dk, dq = gradients.dq;
     if (dv.defined()) dv.add_(tiles.transposed_times(dropped(p, scales), dout_rows));
     Tensor dp = tiles.times_transposed(dout_rows, values);
     if (weights.dweights) dp = dp + weights_part(weights, i0, rows);
     const Tensor row_delta = delta.narrow(2, i0, rows).unsqueeze(3);
-    const Tensor dscores = (dropped(dp, scales) - row_delta).mul_(p);
+    Tensor dscores = (dropped(dp, scales) - row_delta).mul_(p);
+    for (const Tensor& dmask : {gradients.dattn_mask, gradients.dkey_mask})
+      add_mask_gradient(dmask, dscores.narrow(3, 0, masked), i0, rows);
+    if (slope.defined()) dscores.mul_(slope);
     if (dq.defined())
       dq.narrow(2, i0, rows).add_(tiles.times(dscores, tiles.keys()), attending.scale);
     if (dk.defined())
       dk.add_(tiles.transposed_times(dscores, tiles.wide(q, i0, rows)), attending.scale);
-    for (const Tensor& dmask : {gradients.dattn_mask, gradients.dkey_mask})
-      add_mask_gradient(dmask, dscores.narrow(3, 0, masked), i0, rows);
   });
 }
 

@@ -172,11 +172,13 @@ Rows<T> rows_of(const Tensor& gradient, int64_t b, int64_t h, int64_t l0, int64_
   return {static_cast<T*>(m.data), rows, m.cols, m.stride};
 }
 
-// scores <- dropped probabilities, dscores <- factor times the gradient of the masked scores.
+// scores <- dropped probabilities, dscores <- the gradient of the masked scores, or of q k^T where
+// `of_products`.
 template <class T>
 void differentiate_tile(
     const Backward& call, const Scratch<T>& scratch, const Rows<T>& q, const Rows<T>& dout,
-    int64_t b, int64_t h, int64_t i0, int64_t j0, int64_t cols, const Rows<T>& k, double factor) {
+    int64_t b, int64_t h, int64_t i0, int64_t j0, int64_t cols, const Rows<T>& k,
+    bool of_products) {
   const Problem& p = call.p;
   const Rows<T> scores = scratch.scores(q.rows, cols), dscores = scratch.dscores(q.rows, cols);
   multiply(scores.tensor(), q.tensor(), k.transposed());
@@ -184,21 +186,21 @@ void differentiate_tile(
   attention_kernels().gradient[p.wide](
       p.tile(b, h, i0, q.rows, j0, cols, scores.data), row_numbers<T>(call.lse, b, h, i0),
       row_numbers<T>(call.correction, b, h, i0), row_numbers<T>(call.delta, b, h, i0),
-      weights_view(call.weights, b, h), factor, dscores.data);
+      weights_view(call.weights, b, h), of_products, dscores.data);
 }
 
 // One query block against a range of key blocks: its part of dq, and of dk and dv.
 template <class T>
 void backward_rows(
     const Backward& call, const Scratch<T>& scratch, int64_t b, int64_t h, int64_t i0,
-    int64_t first_block, int64_t last_block, bool with_dq, bool with_dkv, double scale) {
+    int64_t first_block, int64_t last_block, bool with_dq, bool with_dkv) {
   const Problem& p = call.p;
   const AttentionGradients& out = call.gradients;
   const int64_t rows = rows_from(p, i0), kv = p.kv_head(h);
   const Rows<T> q = scratch.q(b, h, i0, rows), dout = scratch.dout(call.dout, b, h, i0, rows);
   p.for_visible_keys(i0, rows, first_block, last_block, [&](int64_t j0, int64_t cols) {
     const Rows<T> k = scratch.k(b, h, j0, cols);
-    differentiate_tile(call, scratch, q, dout, b, h, i0, j0, cols, k, scale);
+    differentiate_tile(call, scratch, q, dout, b, h, i0, j0, cols, k, /*of_products=*/true);
     const Rows<T> scores = scratch.scores(rows, cols), dscores = scratch.dscores(rows, cols);
     if (with_dkv && out.dv.defined())
       multiply_add(
@@ -214,7 +216,7 @@ void backward_rows(
 // dk and dv, by key blocks, and once for dq, by query blocks. The sums have the same terms in the
 // same order either way.
 template <class T>
-void backward(const Backward& call, double scale) {
+void backward(const Backward& call) {
   const Problem& p = call.p;
   const int64_t pairs = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
   const auto key_side = [&](const Scratch<T>& scratch, int64_t pair, int64_t first, int64_t last,
@@ -222,7 +224,7 @@ void backward(const Backward& call, double scale) {
     const int64_t b = pair / p.kv_heads, kv = pair % p.kv_heads;
     for (int64_t h = kv * group; h < (kv + 1) * group; ++h)
       for (int64_t i0 = 0; i0 < p.length_q; i0 += p.tile_queries)
-        backward_rows(call, scratch, b, h, i0, first, last, with_dq, /*with_dkv=*/true, scale);
+        backward_rows(call, scratch, b, h, i0, first, last, with_dq, /*with_dkv=*/true);
   };
   if (pairs >= at::get_num_threads()) {
     p.for_each_task<T>(pairs, [&](int64_t pair, const Scratch<T>& scratch) {
@@ -240,8 +242,7 @@ void backward(const Backward& call, double scale) {
         p.batch * p.heads * p.query_blocks(), [&](int64_t task, const Scratch<T>& scratch) {
           const auto [b, h, i0] = query_task(p, task);
           backward_rows(
-              call, scratch, b, h, i0, 0, p.key_blocks(), /*with_dq=*/true, /*with_dkv=*/false,
-              scale);
+              call, scratch, b, h, i0, 0, p.key_blocks(), /*with_dq=*/true, /*with_dkv=*/false);
         });
 }
 
@@ -267,7 +268,8 @@ void mask_gradient(const Backward& call, const Tensor& dmask) {
               const Rows<T> dout = scratch.dout(call.dout, b, h, i0, rows);
               p.for_visible_keys(i0, rows, 0, p.key_blocks(), [&](int64_t j0, int64_t cols) {
                 differentiate_tile(
-                    call, scratch, q, dout, b, h, i0, j0, cols, scratch.k(b, h, j0, cols), 1.0);
+                    call, scratch, q, dout, b, h, i0, j0, cols, scratch.k(b, h, j0, cols),
+                    /*of_products=*/false);
                 const Rows<T> dscores = scratch.dscores(rows, cols);
                 for (int64_t row = 0; row < rows; ++row)
                   for (int64_t col = 0; col < std::min(cols, p.masked_keys() - j0); ++col)
@@ -359,7 +361,7 @@ void attention_bwd(
   check_gradient(p, gradients.dv, /*of_keys=*/true, p.value_width);
   const Backward call{p, HeadsView(v), HeadsView(dout), lse, correction, delta, weights, gradients};
   if (gradients.dq.defined() || gradients.dk.defined() || gradients.dv.defined())
-    (p.wide ? backward<double> : backward<float>)(call, attending.scale);
+    (p.wide ? backward<double> : backward<float>)(call);
   for (const Tensor& dmask : {gradients.dattn_mask, gradients.dkey_mask})
     if (dmask.defined()) (p.wide ? mask_gradient<double> : mask_gradient<float>)(call, dmask);
 }

@@ -37,12 +37,28 @@ inline void apply_mask(const MaskView& mask, int64_t i, int64_t j0, int64_t n, T
   }
 }
 
-// Scores of one row, scaled and masked; what lies between the last column and the stride is -inf.
+// scores <- softcap * tanh(scale / softcap * scores); slopes <- 1 - tanh^2 where it is not null.
 template <class T>
-inline T* masked_row(const ScoreTile& t, int64_t row) {
+inline void cap_row(const ScoreTile& t, T* scores, T* slopes) {
+  const Vec<T> scale(static_cast<T>(t.scale / t.softcap)), cap(static_cast<T>(t.softcap));
+  for_each_vector<T>(t.cols, [&](int64_t j) {
+    const Vec<T> fraction = (Vec<T>::loadu(scores + j) * scale).tanh();
+    if (slopes != nullptr) (Vec<T>(T(1)) - fraction * fraction).store(slopes + j);
+    (fraction * cap).store(scores + j);
+  });
+}
+
+// Scores of one row, scaled, capped and masked; what lies between the last column and the stride is
+// -inf. `slopes` as cap_row, where there is a cap.
+template <class T>
+inline T* masked_row(const ScoreTile& t, int64_t row, T* slopes) {
   T* s = static_cast<T*>(t.scores) + row * t.stride;
-  const Vec<T> scale(static_cast<T>(t.scale));
-  for_each_vector<T>(t.cols, [&](int64_t j) { (Vec<T>::loadu(s + j) * scale).store(s + j); });
+  if (t.softcap > 0.0) {
+    cap_row(t, s, slopes);
+  } else {
+    const Vec<T> scale(static_cast<T>(t.scale));
+    for_each_vector<T>(t.cols, [&](int64_t j) { (Vec<T>::loadu(s + j) * scale).store(s + j); });
+  }
   std::fill(s + t.cols, s + t.stride, kNothing<T>);
   const int64_t i = t.i0 + row, masked = std::clamp<int64_t>(t.masked_keys - t.j0, 0, t.cols);
   const int64_t first = std::clamp<int64_t>(i + t.low - t.j0, 0, masked);
@@ -125,7 +141,7 @@ template <class T>
 void online_softmax(
     const ScoreTile& t, void* max, void* sum, void* out, int64_t out_stride, int64_t width) {
   for (int64_t row = 0; row < t.rows; ++row) {
-    T* s = masked_row<T>(t, row);
+    T* s = masked_row<T>(t, row, /*slopes=*/nullptr);
     T& running_max = static_cast<T*>(max)[row];
     T& running_sum = static_cast<T*>(sum)[row];
     const T row_max = reduce_max(s, t.cols);
@@ -158,10 +174,12 @@ void finish_softmax(
   }
 }
 
-// Probabilities of one row before dropout, from its known lse. Returns their sum, too.
+// Probabilities of one row before dropout, from its known lse. Returns their sum, too. `slopes` as
+// masked_row.
 template <class T>
-inline T probability_row(const ScoreTile& t, int64_t row, T lse, T correction, T** to) {
-  *to = masked_row<T>(t, row);
+inline T probability_row(
+    const ScoreTile& t, int64_t row, T lse, T correction, T** to, T* slopes = nullptr) {
+  *to = masked_row<T>(t, row, slopes);
   if (lse != kNothing<T>) return exponentiate_exactly(*to, lse, correction, t.cols);
   std::fill(*to, *to + t.cols, T(0));
   return T(0);
@@ -189,13 +207,16 @@ void probabilities(const ScoreTile& t, const void* lse, const void* correction, 
 template <class T>
 void gradient(
     const ScoreTile& t, const void* lse, const void* correction, const void* delta,
-    const WeightsGradientView& dweights, double factor_out, void* dprobabilities) {
-  Buffer<T> scales{};
-  const Vec<T> out_scale(static_cast<T>(factor_out));
+    const WeightsGradientView& dweights, bool of_products, void* dprobabilities) {
+  static_assert(kWidestTile <= kSpan, "the slopes of a row fit a buffer");
+  Buffer<T> scales{}, slopes;
+  const bool capped = of_products && t.softcap > 0.0;
+  const Vec<T> out_scale(of_products ? static_cast<T>(t.scale) : T(1));
   for (int64_t row = 0; row < t.rows; ++row) {
     T* p;
     probability_row<T>(
-        t, row, static_cast<const T*>(lse)[row], static_cast<const T*>(correction)[row], &p);
+        t, row, static_cast<const T*>(lse)[row], static_cast<const T*>(correction)[row], &p,
+        capped ? slopes.data : nullptr);
     T* dp = static_cast<T*>(dprobabilities) + row * t.stride;
     const T* dw = dweights.data == nullptr ? nullptr
                                            : static_cast<const T*>(dweights.data) +
@@ -216,6 +237,7 @@ void gradient(
       });
       if (t.dropout) multiply(p + j, scales.data, n);
     }
+    if (capped) multiply(dp, slopes.data, t.cols);
     if (static_cast<const T*>(lse)[row] == kNothing<T>) std::fill(dp, dp + t.cols, T(0));
   }
 }

@@ -9,7 +9,7 @@ using at::Tensor;
 namespace {
 
 // Tiles that keep a thread's scores in its second-level cache while the products stay efficient.
-constexpr int64_t kTileQueries = 128, kTileKeys = 256;
+constexpr int64_t kTileQueries = 128, kTileKeys = kWidestTile;
 
 }  // namespace
 
@@ -54,6 +54,7 @@ Problem::Problem(const Tensor& q, const Tensor& k, int64_t value_width, const At
       dropout_(attending.dropout_p > 0.0),
       drop_p_(attending.dropout_p),
       scale_(attending.scale),
+      softcap_(attending.softcap),
       head0_(attending.head0),
       num_heads_(attending.num_heads),
       scratch_bytes_(attending.scratch) {
@@ -136,6 +137,7 @@ ScoreTile Problem::tile(
   tile.i0 = i0;
   tile.j0 = j0;
   tile.scale = scale_;
+  tile.softcap = softcap_;
   tile.low = band_.low;
   tile.high = band_.high;
   tile.masked_keys = masked_keys_;

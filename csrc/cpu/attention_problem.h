@@ -115,7 +115,7 @@ struct Problem {
   Band band_;
   int64_t masked_keys_;
   bool dropout_;
-  double drop_p_, scale_;
+  double drop_p_, scale_, softcap_;
   uint64_t seed_ = 0;
   int64_t head0_, num_heads_, scratch_bytes_;
 

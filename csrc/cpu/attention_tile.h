@@ -9,6 +9,9 @@
 
 namespace fused_remat::cpu {
 
+// Most keys of a tile.
+constexpr int64_t kWidestTile = 256;
+
 // One mask for one (batch, head): element (i, j) is at data + (i * stride_q + j * stride_k)
 // elements.
 struct MaskView {
@@ -24,6 +27,7 @@ struct ScoreTile {
   int64_t stride;  // of scores, a multiple of the widest vector
   int64_t rows, cols, i0, j0;
   double scale;
+  double softcap;       // as Attending
   int64_t low, high;    // as Band
   int64_t masked_keys;  // keys from here on are always visible
   MaskView masks[2];
@@ -55,11 +59,11 @@ struct AttentionKernels {
   // scores <- probabilities after dropout, from the known lse and its correction; their sums before
   // dropout are added to `sums` where it is not null.
   void (*probabilities[2])(const ScoreTile&, const void* lse, const void* correction, void* sums);
-  // scores <- probabilities after dropout; dprobabilities [rows, stride] <- `factor` times the
-  // gradient of the masked scores.
+  // scores <- probabilities after dropout; dprobabilities [rows, stride] <- the gradient of the
+  // masked scores, or of q k^T where `of_products`.
   void (*gradient[2])(
       const ScoreTile&, const void* lse, const void* correction, const void* delta,
-      const WeightsGradientView&, double factor, void* dprobabilities);
+      const WeightsGradientView&, bool of_products, void* dprobabilities);
   // delta[i] += factor * sum over j of scores (dropped probabilities) * dweights.
   void (*add_weights_delta[2])(const ScoreTile&, const WeightsGradientView&, void* delta);
   // out[i] = row sums of a * b, rows of `width` in `storage`.

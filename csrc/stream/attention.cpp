@@ -30,6 +30,7 @@ Attending attending_of(
       band_of(options.causal, options.window_left, options.window_right, q.size(2), k.size(2));
   attending.dropout_p = options.dropout_p;
   attending.scale = options.scale;
+  attending.softcap = options.softcap;
   attending.num_heads = q.size(1);
   attending.scratch = tile_scratch(options.workspace);
   return attending;

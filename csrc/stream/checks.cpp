@@ -18,6 +18,13 @@ void check_dropout(double dropout_p, const Tensor& seed) {
       seed.scalar_type());
 }
 
+// Within what a float divides by and multiplies with safely.
+void check_softcap(double softcap) {
+  TORCH_CHECK_VALUE(
+      softcap == 0.0 || (softcap >= 1e-30 && softcap <= 1e30),
+      "attention: softcap must be in [1e-30, 1e30], or 0 for none, got ", softcap);
+}
+
 void check_masks(
     const OptionalTensor& attn_mask, const OptionalTensor& key_mask, at::IntArrayRef full,
     at::Device device) {
@@ -70,6 +77,7 @@ void check_attention(
           q.size(1) % k.size(1) == 0,
       "attention: q ", q.sizes(), ", k ", k.sizes(), " and v ", v.sizes(), " do not fit together");
   check_dropout(options.dropout_p, seed);
+  check_softcap(options.softcap);
   check_masks(attn_mask, key_mask, {q.size(0), q.size(1), q.size(2), k.size(2)}, q.device());
 }
 
@@ -130,6 +138,7 @@ void check_mha(const MhaOperands& o, const MhaOptions& options, const Tensor& se
       options.need_weights >= kNoWeights && options.need_weights <= kWeightsPerHead,
       "multi_head_attention: need_weights must be 0, 1 or 2, got ", options.need_weights);
   check_dropout(options.dropout_p, seed);
+  check_softcap(options.softcap);
   check_masks(
       o.attn_mask, o.key_mask, {o.query.size(0), heads, o.query.size(1), key.size(1)},
       o.query.device());

@@ -65,6 +65,7 @@ MhaProblem::MhaProblem(const MhaOperands& o, const MhaOptions& opt, const Tensor
   attending.extra_keys = sizes.extra;
   attending.dropout_p = opt.dropout_p;
   attending.scale = opt.scale;
+  attending.softcap = opt.softcap;
   attending.num_heads = sizes.heads;
   attending.scratch = tile_scratch(opt.workspace);
   packs_rows = bool(norm) || rounds();

@@ -26,6 +26,7 @@ def attention(
     window: Window | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    softcap: float | None = None,
     training: bool = True,
     return_lse: bool = False,
     workspace: int | None = None,
@@ -48,6 +49,8 @@ def attention(
         dropout_p: probability in [0, 1) of zeroing a probability, only if `training`. The mask is Philox4x32-10 of one
             seed drawn from torch's generator (Salmon et al., SC 2011) and of the element (b, h, i, j).
         scale: of the scores; E ** -0.5 if None.
+        softcap: bounds the scaled scores before masks: they become `softcap * tanh(scores / softcap)` (Gemma Team,
+            "Gemma 2", 2024, which takes 50); a number in [1e-30, 1e30], None for no bound.
         return_lse: also return the log-sum-exp of each row of scores; it is differentiable.
         workspace: bytes of scratch, see `fused_remat.workspace`.
 
@@ -57,12 +60,12 @@ def attention(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong rank, shape, device, probability, corner, window or budget.
+        ValueError: a wrong rank, shape, device, probability, corner, window, scale, softcap or budget.
         RuntimeError: a named backend (`fused_remat.backend`) cannot run this call.
     """
     out, lse = prepare_attention(
         q, k, v, attn_mask=attn_mask, key_padding_mask=key_padding_mask, is_causal=is_causal, causal=causal,
-        window=window, dropout_p=dropout_p, scale=scale, training=training, workspace=workspace,
+        window=window, dropout_p=dropout_p, scale=scale, softcap=softcap, training=training, workspace=workspace,
     ).run()  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -79,6 +82,7 @@ def prepare_attention(
     window: Window | None,
     dropout_p: float,
     scale: float | None,
+    softcap: float | None,
     training: bool,
     workspace: int | None,
 ) -> Prepared:
@@ -93,6 +97,7 @@ def prepare_attention(
     band = check_band(is_causal, causal, window)
     p = check_dropout(dropout_p, name="dropout_p") * bool(training)
     scale = check_scale(scale, q.shape[-1])
+    softcap = check_softcap(softcap)
     nbytes = budget.resolve(workspace, q.device.type)
     call = dispatch.Call(
         op="attention",
@@ -106,11 +111,11 @@ def prepare_attention(
     def on_reference() -> tuple[Tensor, Tensor]:
         out, lse, _ = reference.attention(
             *(t.to(call.dtype) for t in (q, k, v)), attn_mask=mask, key_padding_mask=key_padding_mask,
-            causal=band.causal, window=band.window, dropout_p=p, scale=scale,
+            causal=band.causal, window=band.window, dropout_p=p, scale=scale, softcap=softcap or None,
         )  # fmt: skip
         return out, lse
 
-    return Prepared(call, (q, k, v, mask, key_padding_mask, *band.codes(), p, scale, nbytes), on_reference)
+    return Prepared(call, (q, k, v, mask, key_padding_mask, *band.codes(), p, scale, softcap, nbytes), on_reference)
 
 
 def check_scale(scale: float | None, width: int) -> float:
@@ -120,6 +125,15 @@ def check_scale(scale: float | None, width: int) -> float:
     if not is_finite(scale):
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
     return float(scale)
+
+
+def check_softcap(softcap: float | None) -> float:
+    """`softcap`, or 0.0, which is none to the ops. Raises ValueError unless a float32 can divide by it."""
+    if softcap is None:
+        return 0.0
+    if not is_finite(softcap) or not 1e-30 <= softcap <= 1e30:
+        raise ValueError(f"softcap must be a number in [1e-30, 1e30], or None for none, got {softcap!r}")
+    return float(softcap)
 
 
 def check_real(dtype: torch.dtype) -> torch.dtype:

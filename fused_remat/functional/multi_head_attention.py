@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fused_remat import budget, dispatch, reference
 from fused_remat._triton import arch_of
-from fused_remat.functional.attention import MASKS, check_head_counts, check_real, check_scale
+from fused_remat.functional.attention import MASKS, check_head_counts, check_real, check_scale, check_softcap
 from fused_remat.functional.masks import Corner, Window, broadcast_mask, check_band, check_key_padding_mask
 from fused_remat.functional.operands import (
     Operands,
@@ -44,6 +44,7 @@ def multi_head_attention(
     window: Window | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    softcap: float | None = None,
     training: bool = True,
     bias_k: Tensor | None = None,  # [Hk E]
     bias_v: Tensor | None = None,  # [Hk Ev]
@@ -71,7 +72,8 @@ def multi_head_attention(
         in_proj_weight, in_proj_bias: rows of q, then k, then v, as nn.MultiheadAttention packs them, or a tuple of
             three; a packed weight needs key and value as wide as the query. Any part of a bias tuple may be None.
         num_kv_heads: Hk, which divides num_heads (Ainslie et al. 2023); num_heads if None.
-        attn_mask, key_padding_mask, is_causal, causal, window, dropout_p, scale, training: as `fused_remat.attention`.
+        attn_mask, key_padding_mask, is_causal, causal, window, dropout_p, scale, softcap, training: as
+            `fused_remat.attention`.
         bias_k, bias_v: one more key and value for every sample, added after projection, norm and rotation (both or
             neither); `add_zero_attn`: one more of zeros, last. Masks, causality and window do not apply to these.
         norm: applied to the query first, and so to what key and value default to; its result is not kept.
@@ -89,13 +91,13 @@ def multi_head_attention(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong rank, shape, device, name, probability, corner, window or budget.
+        ValueError: a wrong rank, shape, device, name, probability, corner, window, scale, softcap or budget.
         RuntimeError: a named backend (`fused_remat.backend`) cannot run this call.
     """
     y, probabilities = prepare_multi_head_attention(
         query, key, value, in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias, num_heads, num_kv_heads,
         attn_mask=attn_mask, key_padding_mask=key_padding_mask, is_causal=is_causal, causal=causal, window=window,
-        dropout_p=dropout_p, scale=scale, training=training, bias_k=bias_k, bias_v=bias_v,
+        dropout_p=dropout_p, scale=scale, softcap=softcap, training=training, bias_k=bias_k, bias_v=bias_v,
         add_zero_attn=add_zero_attn, norm=norm, q_norm=q_norm, k_norm=k_norm, qk_norm_eps=qk_norm_eps, rotary=rotary,
         rotary_interleaved=rotary_interleaved, need_weights=need_weights, average_attn_weights=average_attn_weights,
         keep=keep, workspace=workspace,
@@ -108,10 +110,11 @@ def prepare_multi_head_attention(
     in_proj_weight: Tensor | tuple[Tensor, Tensor, Tensor], in_proj_bias: Tensor | Three | None,
     out_proj_weight: Tensor, out_proj_bias: Tensor | None, num_heads: int, num_kv_heads: int | None,
     *, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, causal: Corner | None,
-    window: Window | None, dropout_p: float, scale: float | None, training: bool, bias_k: Tensor | None,
-    bias_v: Tensor | None, add_zero_attn: bool, norm: Norm | None, q_norm: Tensor | None, k_norm: Tensor | None,
-    qk_norm_eps: float, rotary: tuple[Tensor, Tensor] | None, rotary_interleaved: bool, need_weights: bool,
-    average_attn_weights: bool, keep: tuple[str, ...], workspace: int | None,
+    window: Window | None, dropout_p: float, scale: float | None, softcap: float | None,
+    training: bool, bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool, norm: Norm | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, qk_norm_eps: float, rotary: tuple[Tensor, Tensor] | None,
+    rotary_interleaved: bool, need_weights: bool, average_attn_weights: bool, keep: tuple[str, ...],
+    workspace: int | None,
 ) -> Prepared:  # fmt: skip
     """Refuse what cannot be meant, before anything is computed; arguments as `multi_head_attention`."""
     key, value = (None if key is query else key), (None if value is key or (key is None and value is query) else value)
@@ -134,6 +137,7 @@ def prepare_multi_head_attention(
     band = check_band(is_causal, causal, window)
     p = check_dropout(dropout_p, name="dropout_p") * bool(training)
     scale = check_scale(scale, sizes.width)
+    softcap = check_softcap(softcap)
     keep = check_residuals(keep, RESIDUALS, "multi_head_attention")
     call = dispatch.Call(
         op="multi_head_attention",
@@ -151,14 +155,14 @@ def prepare_multi_head_attention(
             bias_k=bias_k, bias_v=bias_v, add_zero_attn=add_zero_attn, norm=norm, q_norm=q_norm, k_norm=k_norm,
             qk_norm_eps=qk_norm_eps, rotary=None if cos is None else (cos, sin), rotary_interleaved=rotary_interleaved,
             average_attn_weights=average_attn_weights, attn_mask=mask, key_padding_mask=key_padding_mask,
-            causal=band.causal, window=band.window, dropout_p=p, scale=scale,
+            causal=band.causal, window=band.window, dropout_p=p, scale=scale, softcap=softcap or None,
         )  # fmt: skip
 
     arguments = (
         query, key, value, *_padded(weights), *_padded(biases), out_proj_weight, out_proj_bias, bias_k, bias_v,
         operands["norm.weight"], operands["norm.bias"], q_norm, k_norm, cos, sin, mask, key_padding_mask,
         num_heads, num_kv_heads, add_zero_attn, norm.kind if norm else "", norm.eps if norm else 0.0, qk_norm_eps,
-        rotary_interleaved, *band.codes(), p, scale, need_weights and (1 if average_attn_weights else 2),
+        rotary_interleaved, *band.codes(), p, scale, softcap, need_weights and (1 if average_attn_weights else 2),
         *(name in keep for name in RESIDUALS), budget.resolve(workspace, query.device.type),
     )  # fmt: skip
     return Prepared(call, arguments, on_reference)

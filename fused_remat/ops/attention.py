@@ -27,8 +27,8 @@ def window_of(left: int, right: int) -> tuple[int | None, int | None]:
     return (None if left < 0 else left), (None if right < 0 else right)
 
 
-def _fake_fwd(q, k, v, attn_mask, key_mask, causal, window_left, window_right, dropout_p, scale, workspace, backend,
-              compute_dtype=None, seed=None):  # fmt: skip
+def _fake_fwd(q, k, v, attn_mask, key_mask, causal, window_left, window_right, dropout_p, scale, softcap, workspace,
+              backend, compute_dtype=None, seed=None):  # fmt: skip
     dtype = compute_dtype or q.dtype
     out = heads_like(q, q.shape[1], q.shape[2], v.shape[3], dtype)
     return out, q.new_empty(q.shape[:3], dtype=wide(dtype))
@@ -52,12 +52,13 @@ def _fake_bwd(dout, dlse, q, k, v, attn_mask, key_mask, *args):
     return (*heads, *masks)
 
 
-def _reference(q, k, v, attn_mask, key_mask, causal, window_left, window_right, dropout_p, scale, workspace, backend,
-               compute_dtype, seed):  # fmt: skip
+def _reference(q, k, v, attn_mask, key_mask, causal, window_left, window_right, dropout_p, scale, softcap, workspace,
+               backend, compute_dtype, seed):  # fmt: skip
     dtype = compute_dtype or q.dtype
     out, lse, _ = reference.attention(
         *(t.to(dtype) for t in (q, k, v)), attn_mask=attn_mask, key_padding_mask=key_mask, causal=CAUSAL[causal],
-        window=window_of(window_left, window_right), dropout_p=dropout_p, scale=scale, seed=seed,
+        window=window_of(window_left, window_right), dropout_p=dropout_p, scale=scale, softcap=softcap or None,
+        seed=seed,
     )  # fmt: skip
     return out, lse
 

@@ -110,7 +110,7 @@ def _reference(*args: Any) -> tuple[Tensor, Tensor]:
         rotary=None if t.cos is None else (t.cos, t.sin), rotary_interleaved=call.rotary_interleaved,
         average_attn_weights=call.need_weights == 1, attn_mask=t.attn_mask, key_padding_mask=t.key_mask,
         causal=CAUSAL[call.causal], window=window_of(call.window_left, call.window_right),
-        dropout_p=call.dropout_p, scale=call.scale, seed=seed,
+        dropout_p=call.dropout_p, scale=call.scale, softcap=call.softcap or None, seed=seed,
     )  # fmt: skip
     return y, probabilities if call.need_weights else y.new_empty((0,))
 

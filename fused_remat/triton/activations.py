@@ -71,18 +71,20 @@ def _sigmoid(x):
 @triton.jit
 def _tanh(x):
     """tanh and its slope."""
+    # 1 - |tanh|: of a large x it is small and so are its rounding errors, and the slope keeps all of its digits.
     e = tl.exp(-2.0 * tl.abs(x))
-    ratio = (1.0 - e) / (1.0 + e)
-    # 1 - e loses the digits of a small x, where the series has them all.
-    small = tl.abs(x) < 0.3
+    gap = 2.0 * e / (1.0 + e)
+    # The difference loses the digits of a small x, where the series has them all.
+    reach: tl.constexpr = 0.2 if x.dtype == tl.float64 else 0.3
+    small = tl.abs(x) < reach
     near = tl.where(small, x, 0.0)
     square = near * near
     series = 0.0035921280365724808 - square * (0.0014558343870513183 - square * 0.000590027440945586)
     series = 0.02186948853615520 - square * (0.008863235529902197 - square * series)
     series = 0.3333333333333333 - square * (0.13333333333333333 - square * (0.05396825396825397 - square * series))
     return (
-        tl.where(small, near - near * square * series, tl.where(x < 0, -ratio, ratio)),
-        4.0 * e / ((1.0 + e) * (1.0 + e)),
+        tl.where(small, near - near * square * series, tl.where(x < 0, gap - 1.0, 1.0 - gap)),
+        gap * (2.0 - gap),
     )
 
 

@@ -24,6 +24,10 @@ LOG2E = attention_tiles.LOG2E.value
 FARTHEST = 2**30
 # Row strides from here on take a tile of 256 rows beyond 32-bit offsets.
 WIDE_STRIDE = 2**22
+# Up to here the quick tanh's error, in scores, is below what rounded products have.
+QUICK_SOFTCAP = 128.0
+# What the two kinds of tanh take their arguments in.
+_CAP_UNIT = {"quick": 2.0 * LOG2E, "exact": 1.0}
 
 
 class Facts(NamedTuple):
@@ -42,6 +46,7 @@ class Facts(NamedTuple):
     high: bool
     extra_keys: bool
     dropout: bool
+    cap: str
     wide: bool
     tma: bool  # whether the operands lie as TMA wants them
     precision: str
@@ -51,7 +56,7 @@ class Facts(NamedTuple):
 def plan(op: str, facts: Facts, flags: tuple[tuple[str, bool], ...]) -> tuple[Spec, configs.Config]:
     """What the kernel is compiled for, and its launch options."""
     given = dict(flags)
-    extras = bool(facts.attn_mask or facts.key_mask) + facts.dropout + given.get("dweights", False)
+    extras = bool(facts.attn_mask or facts.key_mask) + facts.dropout + bool(facts.cap) + given.get("dweights", False)
     variant = ("plain", "masked", "everything")[min(extras, 2)]
     double = facts.dtype == torch.float64
     key = op, max(facts.width, facts.value_width) * (2 if double else 1), facts.dtype, facts.arch
@@ -70,6 +75,7 @@ def plan(op: str, facts: Facts, flags: tuple[tuple[str, bool], ...]) -> tuple[Sp
         high=facts.high,
         extra_keys=facts.extra_keys,
         dropout=facts.dropout,
+        cap=facts.cap,
         even_q=facts.length_q % config.block_m == 0,
         even_k=facts.length_k % config.block_n == 0,
         wide=facts.wide,
@@ -94,6 +100,7 @@ class Call:
         extra_keys: int,
         dropout_p: float,
         scale: float,
+        softcap: float,
         head0: int,
         num_heads: int,
         factor: float = 1.0,
@@ -106,6 +113,7 @@ class Call:
         self.kv_heads, self.length_k = k.shape[1], k.shape[2]
         masked_keys = self.length_k - extra_keys
         self.attn_mask, self.key_mask = _grid(attn_mask), _grid(key_mask)
+        precision = "tf32" if q.dtype == torch.float32 and configs.allows_tf32() else "ieee"
         self.facts = Facts(
             arch=targets.arch_of(q),
             dtype=q.dtype,
@@ -120,11 +128,13 @@ class Call:
             high=band_high < masked_keys - 1,
             extra_keys=extra_keys > 0,
             dropout=dropout_p > 0.0,
+            cap=_cap_kind(softcap, q.dtype, precision),
             wide=any(t is not None and t.stride(2) >= WIDE_STRIDE for t in (*operands, *written)),
             tma=all(_suits_tma(t) for t in operands),
-            precision="tf32" if q.dtype == torch.float32 and configs.allows_tf32() else "ieee",
+            precision=precision,
         )
         fraction = _bits if q.dtype == torch.float64 else float
+        unit = 1.0 if "float" in (self.facts.attn_mask, self.facts.key_mask) else LOG2E
         self.numbers = Numbers(
             length_q=self.length_q,
             length_k=self.length_k,
@@ -133,8 +143,9 @@ class Call:
             group=self.heads // max(self.kv_heads, 1),
             low=_clamp(band_low),
             high=_clamp(band_high),
-            scale=fraction(scale if "float" in (self.facts.attn_mask, self.facts.key_mask) else scale * LOG2E),
+            scale=fraction(scale * (_CAP_UNIT[self.facts.cap] / softcap if softcap else unit)),
             unit=fraction(scale),
+            softcap=fraction(softcap * unit) if softcap else None,
             seed=seed if dropout_p > 0.0 else None,
             threshold=drop_threshold(dropout_p),
             keep_scale=fraction(1.0 / (1.0 - dropout_p)),
@@ -178,6 +189,13 @@ def _mask_kind(mask: Tensor | None) -> str:
     return "" if mask is None else "bool" if mask.dtype == torch.bool else "float"
 
 
+def _cap_kind(softcap: float, dtype: torch.dtype, precision: str) -> str:
+    if not softcap:
+        return ""
+    rounded = dtype.itemsize == 2 or precision == "tf32"
+    return "quick" if rounded and softcap <= QUICK_SOFTCAP else "exact"
+
+
 def _heads(t: Tensor) -> Heads:
     return Heads(t, *t.stride()[:3])
 
@@ -216,13 +234,13 @@ def _launch(kernel, programs: int, config: configs.Config, spec: Spec, *args) ->
 
 
 def attention_fwd(
-    q, k, v, attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, head0, num_heads, scratch,
-    out, lse,
+    q, k, v, attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, softcap, head0, num_heads,
+    scratch, out, lse,
 ) -> None:  # fmt: skip
     """out and lse from q, k, v; see `csrc/attention.h`."""
     call = Call(
-        (q, k, v), v.shape[3], attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, head0,
-        num_heads, written=(out,),
+        (q, k, v), v.shape[3], attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, softcap,
+        head0, num_heads, written=(out,),
     )  # fmt: skip
     if call.rows == 0:
         return
@@ -235,13 +253,13 @@ def attention_fwd(
 
 
 def attention_delta(
-    q, k, v, attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, head0, num_heads, scratch,
-    lse, dout, dweights, factor, rebuild, out, delta, correction,
+    q, k, v, attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, softcap, head0, num_heads,
+    scratch, lse, dout, dweights, factor, rebuild, out, delta, correction,
 ) -> None:  # fmt: skip
     """delta and correction, and out where it is to be rebuilt; see `csrc/attention.h`."""
     call = Call(
-        (q, k, v), v.shape[3], attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, head0,
-        num_heads, factor, written=(out,),
+        (q, k, v), v.shape[3], attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, softcap,
+        head0, num_heads, factor, written=(out,),
     )  # fmt: skip
     if call.rows == 0:
         return
@@ -254,13 +272,13 @@ def attention_delta(
 
 
 def attention_bwd(
-    q, k, v, attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, head0, num_heads, scratch,
-    lse, correction, delta, dout, dweights, factor, dq, dk, dv, dattn_mask, dkey_mask,
+    q, k, v, attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, softcap, head0, num_heads,
+    scratch, lse, correction, delta, dout, dweights, factor, dq, dk, dv, dattn_mask, dkey_mask,
 ) -> None:  # fmt: skip
     """The gradients that are not None, each zeroed; see `csrc/attention.h`."""
     call = Call(
         (q, k, v, dout), v.shape[3], attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale,
-        head0, num_heads, factor, written=(dq, dk, dv),
+        softcap, head0, num_heads, factor, written=(dq, dk, dv),
     )  # fmt: skip
     if call.rows == 0 or call.length_k == 0:
         return
@@ -301,13 +319,13 @@ def _add_mask_gradient(call: Call, masks: tuple, dweights: Grid | None, dmask: T
 
 
 def attention_weights(
-    q, k, attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, head0, num_heads, scratch, lse,
-    factor, weights,
+    q, k, attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, softcap, head0, num_heads,
+    scratch, lse, factor, weights,
 ) -> None:  # fmt: skip
     """weights += factor * probabilities after dropout; see `csrc/attention.h`."""
     call = Call(
-        (q, k), 0, attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, head0, num_heads,
-        factor,
+        (q, k), 0, attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, softcap, head0,
+        num_heads, factor,
     )  # fmt: skip
     if call.rows == 0 or call.length_k == 0:
         return

@@ -1,7 +1,7 @@
 """Backward: dk and dv by tiles of keys, dq by tiles of queries. Probabilities come again from the known lse.
 
 With p the probabilities and M the dropout factors: dv = (M p)^T dout; ds = p (M dp - delta), where dp = dout v^T plus
-what comes in for the weights; dk = scale ds^T q; dq = scale ds k.
+what comes in for the weights; dk = scale ds^T q; dq = scale ds k, where a cap's slope multiplies ds first.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from fused_remat.triton.attention_delta import load_weights
 from fused_remat.triton.attention_tiles import (
     corrected,
     drop,
+    gradient_of_products,
     kept,
     key_at,
     load_heads,
@@ -21,7 +22,7 @@ from fused_remat.triton.attention_tiles import (
     probabilities,
     query_tile,
     row_units,
-    scores,
+    scores_and_slopes,
     store_heads,
     visible_keys,
     visible_queries,
@@ -83,7 +84,7 @@ def attention_dkdv_kernel(
         i = i0 + tl.arange(0, SPEC.block_m)
         q_tile = load_heads(q, batch, head, i0, n.length_q, SPEC.block_m, SPEC.width, SPEC.block_e, SPEC.even_q, SPEC)
         row, row_correction, row_delta = load_rows(lse, correction, delta, batch, head, i, n, SPEC)
-        s = scores(k_tile, q_tile, i[None, :], j[:, None], batch, head, attn_mask, key_mask, n, SPEC)
+        s, slopes = scores_and_slopes(k_tile, q_tile, i[None, :], j[:, None], batch, head, attn_mask, key_mask, n, SPEC)
         s = without_padding(s, i[None, :], n, SPEC)
         p = probabilities(s, row[None, :], row_correction[None, :], SPEC)
         dout_tile = load_heads(
@@ -98,7 +99,7 @@ def attention_dkdv_kernel(
             ds = gradient_of_scores(
                 p, dp, keep, row_delta[None, :], i[None, :], j[:, None], batch, head, dweights, n, SPEC
             )
-            ds = (ds * number(n.unit, SPEC)).to(q_tile.dtype)
+            ds = gradient_of_products(ds, slopes, n, SPEC).to(q_tile.dtype)
             dk_sums = tl.dot(ds, q_tile, dk_sums, input_precision=SPEC.precision, out_dtype=SPEC.accumulate)
     if SPEC.dv:
         if SPEC.dropout:
@@ -131,11 +132,11 @@ def attention_dq_kernel(
         v_tile = load_heads(
             v, batch, kv_head, j0, n.length_k, SPEC.block_n, SPEC.value_width, SPEC.block_v, SPEC.even_k, SPEC
         )
-        s = scores(q_tile, k_tile, i[:, None], j[None, :], batch, head, attn_mask, key_mask, n, SPEC)
+        s, slopes = scores_and_slopes(q_tile, k_tile, i[:, None], j[None, :], batch, head, attn_mask, key_mask, n, SPEC)
         p = probabilities(s, row[:, None], row_correction[:, None], SPEC)
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=SPEC.precision, out_dtype=SPEC.accumulate)
         keep = kept(i[:, None], j[None, :], batch, head, n, SPEC)
         ds = gradient_of_scores(p, dp, keep, row_delta[:, None], i[:, None], j[None, :], batch, head, dweights, n, SPEC)
-        ds = (ds * number(n.unit, SPEC)).to(k_tile.dtype)
+        ds = gradient_of_products(ds, slopes, n, SPEC).to(k_tile.dtype)
         sums = tl.dot(ds, k_tile, sums, input_precision=SPEC.precision, out_dtype=SPEC.accumulate)
     store_heads(dq, sums, batch, head, i0, n.length_q, SPEC.block_m, SPEC.width, SPEC.block_e, SPEC)

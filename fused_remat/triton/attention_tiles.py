@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fused_remat.triton import dropout
+from fused_remat.triton import activations, dropout
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -58,6 +58,7 @@ class Numbers(NamedTuple):
     high: int
     scale: Any  # of the scores' unit, see `Spec.natural`
     unit: Any  # the scale of the scores in natural units
+    softcap: Any  # in the scores' unit; `scale` makes what `tanh` takes then. None without one
     seed: Any  # pointer, or None without dropout
     threshold: int
     keep_scale: Any  # 1 / (1 - dropout_p)
@@ -83,6 +84,7 @@ class Spec:
     high: bool = False
     extra_keys: bool = False
     dropout: bool = False
+    cap: str = ""  # how the tanh of capped scores is made: "quick" or "exact"
     even_q: bool = False  # queries, keys fill their tiles
     even_k: bool = False
     wide: bool = False  # a tile may span 2^31 elements
@@ -263,9 +265,20 @@ def load_grid(x, batch, head, i, j, n, BY_ROW: tl.constexpr, IN_BOUNDS: tl.const
 @triton.jit
 def scores(a, b, i, j, batch, head, attn_mask, key_mask, n, SPEC: tl.constexpr):
     """The masked scores a b^T: of q and k with i [M, 1] and j [1, N], or of k and q with i [1, M] and j [N, 1]."""
+    s, _ = scores_and_slopes(a, b, i, j, batch, head, attn_mask, key_mask, n, SPEC)
+    return s
+
+
+@triton.jit
+def scores_and_slopes(a, b, i, j, batch, head, attn_mask, key_mask, n, SPEC: tl.constexpr):
+    """`scores`, and their derivative by the scaled products: that of the cap, None without one."""
     nothing: tl.constexpr = float("-inf")
     inside: tl.constexpr = SPEC.even_k and not SPEC.extra_keys
     s = tl.dot(a, tl.trans(b), input_precision=SPEC.precision, out_dtype=SPEC.accumulate) * number(n.scale, SPEC)
+    slopes = None
+    if SPEC.cap != "":
+        s, slopes = tanh(s, SPEC)
+        s = s * number(n.softcap, SPEC)
     if SPEC.attn_mask == "float":
         s += load_grid(attn_mask, batch, head, i, j, n, SPEC.mask_rows, inside, 0.0).to(SPEC.accumulate)
     if SPEC.key_mask == "float":
@@ -278,7 +291,27 @@ def scores(a, b, i, j, batch, head, attn_mask, key_mask, n, SPEC: tl.constexpr):
         s = tl.where(in_band(i, j, n, SPEC), s, nothing)
     if not SPEC.even_k:
         s = tl.where(j < n.length_k, s, nothing)
-    return s
+    return s, slopes
+
+
+@triton.jit
+def tanh(x, SPEC: tl.constexpr):
+    """tanh(x) and its slope; the quick one is given 2 log2(e) x."""
+    if SPEC.cap == "quick":
+        # Exact to an absolute 1e-7 and not to the digits of a small x.
+        t = 1.0 - 2.0 / (1.0 + tl.exp2(x))
+        result = t, 1.0 - t * t
+    else:
+        result = activations.value_and_slope(x, "tanh")
+    return result
+
+
+@triton.jit
+def gradient_of_products(ds, slopes, n, SPEC: tl.constexpr):
+    """The gradient of q k^T from that of the scores."""
+    if SPEC.cap != "":
+        ds = ds * slopes
+    return ds * number(n.unit, SPEC)
 
 
 @triton.jit

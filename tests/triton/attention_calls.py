@@ -41,6 +41,7 @@ class Case:
     extra_keys: int = 0
     dropout_p: float = 0.0
     scale: float = 0.3
+    softcap: float = 0.0
     head0: int = 0
     num_heads: int = 0  # of which these heads are a group; 0: all
     dweights: str = ""  # "b1ij" for averaged weights, "bhij"
@@ -91,7 +92,7 @@ def attending(case: Case, given: Named) -> tuple:
     seed = torch.tensor([case.seed] if case.dropout_p else [], dtype=torch.int64)
     return (
         given.get("attn_mask"), given.get("key_mask"), seed, case.low, case.high, case.extra_keys, case.dropout_p,
-        case.scale, case.head0, case.num_heads or case.heads, 2**20,
+        case.scale, case.softcap, case.head0, case.num_heads or case.heads, 2**20,
     )  # fmt: skip
 
 
