@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mha_cases
 import mlp_cases as cases
 import pytest
+import spy
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -134,10 +135,11 @@ def test_both_chunk_axes_in_many_chunks(rows, gated, backend):
 @pytest.mark.parametrize(
     "block",
     (
-        mha_cases.Block(norm="layer_norm", qk_norm=True, bias_kv=True, mask="float-per-head"),
+        mha_cases.Block(norm="layer_norm", qk_norm=True, bias_kv=True),
+        mha_cases.Block(norm="rms_norm", mask="float-padding"),
         mha_cases.Block(packed=False, model_k=4, model_v=3, length_k=7, out=5, kv_heads=1),
     ),
-    ids=("packed", "separate"),
+    ids=("packed", "learned-mask", "separate"),
 )
 @pytest.mark.parametrize("budget", (None, 1), ids=("one-group", "least"))
 def test_every_operand_of_an_attention_block(budget, block, backend):
@@ -533,6 +535,22 @@ def test_opcheck_with_a_wide_mask():
         gradients = torch.ops.fused_remat.mlp_bwd(*_mlp_backward(wide))
         wanted = [torch.float32 if w and i else BF16 for i, w in enumerate(wide)]
         assert [g.dtype for g in gradients] == wanted
+
+
+def test_opcheck_of_attention_with_a_wide_mask():
+    block = mha_cases.Block(norm="layer_norm", qk_norm=True, bias_kv=True, mask="float")
+    given = block.operands(BF16)
+    with spy.watching() as calls:
+        mha_cases.gradients(block.call(given), given, torch.randn(2, 5, 6).to(BF16))
+    (arguments,) = (arguments for name, arguments in calls if name == "multi_head_attention_bwd")
+    *rest, wanted, wide = arguments
+    assert not any(wide) and wanted[19], "a mask has a gradient"
+    op = torch.ops.fused_remat.multi_head_attention_bwd
+    results = torch.library.opcheck(op.default, (*rest, wanted, wanted))
+    assert set(results.values()) == {"SUCCESS"}
+    for i, (gradient, wide) in enumerate(zip(op(*rest, wanted), op(*rest, wanted, wanted), strict=True)):
+        assert gradient.dtype == BF16 and wide.dtype == (torch.float32 if wanted[i] and i > 2 else BF16)
+        assert torch.equal(wide.to(BF16), gradient)
 
 
 def test_a_wide_mask_of_the_wrong_length_is_refused():
