@@ -139,9 +139,7 @@ def _trainable(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Tensor]:
         if not p.requires_grad or p in seen:
             continue
         if not is_plain_input(p):
-            raise TypeError(
-                f"{name} is a {type(p).__name__}, whose gradients have a way of their own; leave it out"
-            )
+            raise TypeError(f"{name} is a {type(p).__name__}, whose gradients have a way of their own; leave it out")
         if not p.is_leaf:
             raise ValueError(f"{name} is the result of an operation and has no .grad; pass the parameter it came from")
         seen.add(p)

@@ -1,228 +1,19 @@
-"""Gradients summed over micro-batches in fp32: `Tensor.grad_dtype` in backward, and `accumulate_in_fp32`."""
+"""`accumulate_in_fp32`: gradients of micro-batches summed in fp32, in `.grad` or `main_grad`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
 
-import mha_cases
 import mlp_cases as cases
 import pytest
-import spy
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from main_grad_cases import BF16, CASES, EVERY_CASE, MICRO_BATCHES, gradients, is_rounded, rounds_products, sums
+from torch import nn
 
 import fused_remat
 from fused_remat.measure import measure
 
 pytestmark = pytest.mark.skipif(cases.needs_extension is not None, reason=str(cases.needs_extension))
-BF16 = torch.bfloat16
-MICRO_BATCHES = 8
-# A library product that writes bf16 has rounded already; one tile of one term is then all there is to a gradient.
-rounds_products = torch.cpu._is_avx512_bf16_supported()
-
-
-@dataclass(frozen=True)
-class Case:
-    make: Callable[[], nn.Module]
-    tokens: tuple[int, int]
-    width: int = 16
-
-    def layer(self) -> nn.Module:
-        torch.manual_seed(0)
-        return self.make().to(BF16).train()
-
-    def batches(self, dtype: torch.dtype = BF16) -> list[tuple[Tensor, Tensor]]:
-        torch.manual_seed(1)
-        shape = (MICRO_BATCHES, 2, *self.tokens, self.width)
-        return [(x.to(dtype), dy.to(dtype)) for x, dy in torch.randn(shape).to(BF16)]
-
-
-class Attention(nn.Module):
-    """Self-attention with packed projections, or attention to some features of x with separate ones."""
-
-    def __init__(self, features: int = 16, **settings) -> None:
-        super().__init__()
-        self.features = features
-        self.attention = fused_remat.MultiheadAttention(
-            16, 2, batch_first=True, kdim=features, vdim=features, **settings
-        )
-        for p in self.parameters():  # biases start as zeros
-            nn.init.normal_(p, std=0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        key = x[..., : self.features] if self.features < 16 else x
-        return self.attention(x, key, key, need_weights=False)[0]
-
-
-def _encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, norm_first=True, batch_first=True)
-    assert len(fused_remat.convert(layer).converted) >= 2
-    return layer
-
-
-CASES = {
-    "mlp-features": Case(lambda: fused_remat.MLP(16, 48), (2, 7)),
-    "mlp-tokens": Case(lambda: fused_remat.MLP(16, 24, 16, activation="relu"), (5, 31)),
-    "gated-features": Case(lambda: fused_remat.GatedMLP(16, 40, bias=True), (2, 9)),
-    "gated-tokens": Case(lambda: fused_remat.GatedMLP(16, 24, bias=True), (5, 33)),
-    "attention-packed": Case(Attention, (3, 11)),
-    "attention-separate": Case(lambda: Attention(12, add_bias_kv=True), (3, 11)),
-    "converted-block": Case(_encoder, (3, 11)),
-}
-EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-# The op takes views of these parameters, and torch rounds the gradient of a view.
-VIEWED = {"attention-separate": ("attention.bias_k", "attention.bias_v", "attention.in_proj_bias")}
-
-
-def _gradients(layer: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    names, parameters = zip(*layer.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(layer(x), parameters, dy), strict=True))
-
-
-def _sums(case: Case, **settings) -> dict[str, Tensor]:
-    """What eight backward passes leave, by the name of the parameter."""
-    layer = case.layer()
-    if settings:
-        fused_remat.accumulate_in_fp32(layer, **settings)
-    for x, dy in case.batches():
-        layer(x).backward(dy)
-    attribute = settings.get("into", "grad")
-    return {name: getattr(p, attribute) for name, p in layer.named_parameters()}
-
-
-def _is_rounded(t: Tensor) -> bool:
-    return torch.equal(t, t.to(BF16).to(t.dtype))
-
-
-# In backward ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_rounding_is_all_that_differs(name):
-    """The gradient that a parameter gets by default is the wide one, rounded once."""
-    layer, (x, dy) = CASES[name].layer(), CASES[name].batches()[0]
-    rounded = _gradients(layer, x, dy)
-    fused_remat.accumulate_in_fp32(layer)
-    for parameter, wide in _gradients(layer, x, dy).items():
-        assert rounded[parameter].dtype == BF16 and wide.dtype == torch.float32
-        assert torch.equal(wide.to(BF16), rounded[parameter]), parameter
-        assert rounds_products or _is_rounded(wide) == (parameter in VIEWED.get(name, ())), parameter
-
-
-@pytest.mark.parametrize("backend", cases.BACKENDS)
-@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
-@pytest.mark.parametrize("rows", (40, 200), ids=("features", "tokens"))
-def test_both_chunk_axes_in_many_chunks(rows, gated, backend):
-    given = cases.operands(rows, 16, 48, gated=gated, dtype=BF16)
-    budget = 8192
-    axis, tile_rows, tile_features, _ = cases.plan(given, budget, backend)
-    assert axis == ("features" if rows == 40 else "tokens")
-    assert (tile_features < 48) if rows == 40 else (tile_rows < 200)
-    dy = torch.randn(rows, 16).to(BF16)
-    step = lambda: cases.gradients(cases.run(given, backend=backend, workspace=budget), given, dy)
-    rounded = step()
-    for t in given.values():
-        t.grad_dtype = torch.float32
-    for name, wide in step().items():
-        assert wide.dtype == torch.float32 and torch.equal(wide.to(BF16), rounded[name]), name
-        assert name == "x" or backend == "aten" or rounds_products or not _is_rounded(wide), name
-        assert name != "x" or _is_rounded(wide), "the gradient of the input is rounded as always"
-
-
-@pytest.mark.parametrize("backend", cases.BACKENDS)
-@pytest.mark.parametrize(
-    "block",
-    (
-        mha_cases.Block(norm="layer_norm", qk_norm=True, bias_kv=True),
-        mha_cases.Block(norm="rms_norm", mask="float-padding"),
-        mha_cases.Block(packed=False, model_k=4, model_v=3, length_k=7, out=5, kv_heads=1),
-    ),
-    ids=("packed", "learned-mask", "separate"),
-)
-@pytest.mark.parametrize("budget", (None, 1), ids=("one-group", "least"))
-def test_every_operand_of_an_attention_block(budget, block, backend):
-    given = block.operands(BF16)
-    dy = torch.randn(2, 5, block.out or 6).to(BF16)
-    step = lambda: cases.gradients(block.call(given, backend=backend, workspace=budget), given, dy)
-    rounded = step()
-    for t in given.values():
-        t.grad_dtype = torch.float32
-    for name, wide in step().items():
-        assert wide.dtype == torch.float32 and torch.equal(wide.to(BF16), rounded[name]), name
-        if name in ("query", "key", "value"):
-            assert _is_rounded(wide), name
-        elif backend == "cpp" and not rounds_products and wide.numel() > 8:
-            assert not _is_rounded(wide), name
-
-
-def test_only_what_asks_for_it_is_wide():
-    layer, (x, dy) = CASES["gated-features"].layer(), CASES["gated-features"].batches()[0]
-    layer.up_proj.weight.grad_dtype = torch.float32
-    layer.down_proj.weight.grad_dtype = None  # any dtype: stays as it is
-    layer(x).backward(dy)
-    dtypes = {name: p.grad.dtype for name, p in layer.named_parameters()}
-    assert dtypes.pop("up_proj.weight") == torch.float32 and set(dtypes.values()) == {BF16}
-
-
-def test_half_precision_and_autocast():
-    layer = fused_remat.MLP(16, 48).half()
-    fused_remat.accumulate_in_fp32(layer)
-    layer(torch.randn(5, 16).half()).sum().backward()
-    assert layer.fc1.weight.grad.dtype == torch.float32
-    assert not torch.equal(layer.fc1.weight.grad, layer.fc1.weight.grad.half().float())
-    layer = fused_remat.MLP(16, 48)
-    with torch.autocast("cpu", dtype=BF16):
-        y = layer(torch.randn(5, 16))
-    expected = torch.autograd.grad(y, list(layer.parameters()), torch.ones_like(y), retain_graph=True)
-    fused_remat.accumulate_in_fp32(layer)
-    y.backward(torch.ones_like(y))
-    assert all(torch.equal(p.grad, g) for p, g in zip(layer.parameters(), expected, strict=True))
-
-
-@pytest.mark.parametrize("reentrant", (False, True), ids=("non-reentrant", "reentrant"))
-def test_inside_a_checkpoint(reentrant):
-    layer, (x, dy) = CASES["mlp-tokens"].layer(), CASES["mlp-tokens"].batches()[0]
-    fused_remat.accumulate_in_fp32(layer)
-    expected = _gradients(layer, x, dy)
-    checkpoint(layer, x.requires_grad_(), use_reentrant=reentrant).backward(dy)
-    assert all(torch.equal(p.grad, expected[name]) for name, p in layer.named_parameters())
-
-
-def test_create_graph_takes_the_reference_and_casts():
-    layer, (x, dy) = CASES["mlp-features"].layer(), CASES["mlp-features"].batches()[0]
-    fused_remat.accumulate_in_fp32(layer)
-    (gradient,) = torch.autograd.grad(layer(x), [layer.fc1.weight], dy, create_graph=True)
-    assert gradient.dtype == torch.float32 and gradient.requires_grad and _is_rounded(gradient)
-
-
-@pytest.mark.parametrize("name", ("mlp-features", "attention-packed"))
-def test_a_compiled_layer_hands_over_rounded_gradients(name):
-    """AOTAutograd traces backward without seeing grad_dtype: the sums are fp32, each term is rounded."""
-    case = CASES[name]
-    layer, (x, dy) = case.layer(), case.batches()[0]
-    rounded = _gradients(layer, x, dy)
-    fused_remat.accumulate_in_fp32(layer)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for times in (1, 2):
-        compiled(x).backward(dy)
-        for parameter, p in layer.named_parameters():
-            assert p.grad.dtype == torch.float32
-            assert torch.equal(p.grad, times * rounded[parameter].float()), parameter
-
-
-@pytest.mark.parametrize("make", (lambda: fused_remat.MLP(16, 48), lambda: nn.Linear(16, 16)), ids=("ours", "stock"))
-def test_compiled_autograd_refuses_loudly(make):
-    """torch's compiled autograd assigns gradients of the parameter's dtype, to stock layers too."""
-    layer = make().to(BF16)
-    fused_remat.accumulate_in_fp32(layer)
-    y = layer(torch.randn(5, 16).to(BF16))
-    with (
-        torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)),
-        pytest.raises(RuntimeError, match="gradient with dtype 'c10::BFloat16' to a tensor with grad_dtype 'Float'"),
-    ):
-        y.sum().backward()
 
 
 # Sums ----------------------------------------------------------------------------------------------------------------
@@ -234,12 +25,12 @@ def test_sums_are_those_of_fp64(case, into):
     layer, truth = case.layer(), {}
     fused_remat.accumulate_in_fp32(layer)
     for x, dy in case.batches():
-        for name, gradient in _gradients(layer, x, dy).items():
+        for name, gradient in gradients(layer, x, dy).items():
             truth[name] = truth.get(name, 0) + gradient.double()
-    wide, narrow = _sums(case, into=into), _sums(case)
+    wide, narrow = sums(case, into=into), sums(case)
     for name, expected in truth.items():
         assert wide[name].dtype == torch.float32 and narrow[name].dtype == BF16
-        error, usual = (cases.relative_error(sums[name], expected) for sums in (wide, narrow))
+        error, usual = (cases.relative_error(found[name], expected) for found in (wide, narrow))
         assert error < 1e-6 and usual > 1e-3 and usual > 1e4 * error, (name, error, usual)
 
 
@@ -248,10 +39,10 @@ def test_sums_are_closer_to_the_true_gradient(name):
     case = CASES[name]
     exact, truth = case.layer().double(), {}
     for x, dy in case.batches(torch.float64):
-        for parameter, gradient in _gradients(exact, x, dy).items():
+        for parameter, gradient in gradients(exact, x, dy).items():
             truth[parameter] = truth.get(parameter, 0) + gradient
-    wide, narrow = _sums(case, into="main_grad"), _sums(case)
-    total = lambda sums: sum(cases.relative_error(sums[p], truth[p]) for p in truth) / len(truth)
+    wide, narrow = sums(case, into="main_grad"), sums(case)
+    total = lambda found: sum(cases.relative_error(found[p], truth[p]) for p in truth) / len(truth)
     # What the stock parts of a block round on the way is in both.
     factor = 1.0 if name == "converted-block" else 0.75
     assert total(wide) < factor * total(narrow), (total(wide), total(narrow))
@@ -270,7 +61,7 @@ def test_tied_weights_add_both_uses(into):
     sum(terms).backward()
     found = getattr(layer.fc1.weight, into)
     assert cases.relative_error(found, sum(part.double() for part in parts)) < 1e-6
-    assert _is_rounded(parts[2]) and (rounds_products or not _is_rounded(parts[0]))
+    assert is_rounded(parts[2]) and (rounds_products or not is_rounded(parts[0]))
 
 
 def test_hooks_run_once_and_see_fp32():
@@ -382,7 +173,7 @@ def test_bytes_of_attention():
 @pytest.mark.parametrize("into", ("grad", "main_grad"))
 def test_remove_restores(into):
     layer, (x, dy) = CASES["mlp-features"].layer(), CASES["mlp-features"].batches()[0]
-    before = _gradients(layer, x, dy)
+    before = gradients(layer, x, dy)
     theirs = layer.fc2.weight.main_grad = torch.zeros(16, 48)
     handle = fused_remat.accumulate_in_fp32(layer, into=into)
     layer(x).backward(dy)
@@ -403,15 +194,13 @@ def test_gradients_that_exist_are_taken_along():
     layer(x).backward(dy)
     first = {name: p.grad.double() for name, p in layer.named_parameters()}
     fused_remat.accumulate_in_fp32(layer, into="main_grad")
-    second = _gradients(layer, x, dy)
+    second = gradients(layer, x, dy)
     layer(x).backward(dy)
     for name, p in layer.named_parameters():
         assert cases.relative_error(p.main_grad, first[name] + second[name].double()) < 1e-6
 
 
 def test_state_dict_and_copies_do_not_know():
-    import copy
-
     layer = CASES["mlp-features"].layer()
     keys = list(layer.state_dict())
     fused_remat.accumulate_in_fp32(layer, into="main_grad")
@@ -455,7 +244,7 @@ def test_megatron_adds_once_and_finds_grad(order, overlap):
         fused_remat.accumulate_in_fp32(layer, into=into)
     for x, dy in case.batches():
         layer(x).backward(dy)
-    expected = _sums(case, into="main_grad")
+    expected = sums(case, into="main_grad")
     assert len(megatron.ready) == 4 * MICRO_BATCHES
     for name, p in layer.named_parameters():
         assert torch.equal(p.main_grad, expected[name]), name
@@ -513,46 +302,3 @@ def test_sharded_parameters_and_data_parallel_modules_are_refused(tmp_path):
             fused_remat.accumulate_in_fp32(wrapped)
     finally:
         dist.destroy_process_group()
-
-
-# The ops -------------------------------------------------------------------------------------------------------------
-
-
-def _mlp_backward(wide: list[bool]) -> tuple:
-    given = cases.operands(3, 4, 6, 5, gated=True, dtype=BF16, requires_grad=False)
-    ones = torch.ones(4, dtype=BF16)
-    layer = cases.op_layer(given, fused_remat.Norm("layer_norm", ones, ones))
-    nothing = torch.empty(0, dtype=torch.int64)
-    residual = torch.empty(3, 0, dtype=BF16)
-    call = (given["x"], *layer, "silu", 0.0, 0, 0, 2000, "cpp", BF16, nothing, None, residual, residual)
-    return (torch.randn(3, 5).to(BF16), *call, [True] * 9, wide)
-
-
-def test_opcheck_with_a_wide_mask():
-    for wide in ([True] * 9, [False, True, False] * 3, [False] * 9):
-        results = torch.library.opcheck(torch.ops.fused_remat.mlp_bwd.default, _mlp_backward(wide))
-        assert set(results.values()) == {"SUCCESS"}
-        gradients = torch.ops.fused_remat.mlp_bwd(*_mlp_backward(wide))
-        wanted = [torch.float32 if w and i else BF16 for i, w in enumerate(wide)]
-        assert [g.dtype for g in gradients] == wanted
-
-
-def test_opcheck_of_attention_with_a_wide_mask():
-    block = mha_cases.Block(norm="layer_norm", qk_norm=True, bias_kv=True, mask="float")
-    given = block.operands(BF16)
-    with spy.watching() as calls:
-        mha_cases.gradients(block.call(given), given, torch.randn(2, 5, 6).to(BF16))
-    (arguments,) = (arguments for name, arguments in calls if name == "multi_head_attention_bwd")
-    *rest, wanted, wide = arguments
-    assert not any(wide) and wanted[19], "a mask has a gradient"
-    op = torch.ops.fused_remat.multi_head_attention_bwd
-    results = torch.library.opcheck(op.default, (*rest, wanted, wanted))
-    assert set(results.values()) == {"SUCCESS"}
-    for i, (gradient, wide) in enumerate(zip(op(*rest, wanted), op(*rest, wanted, wanted), strict=True)):
-        assert gradient.dtype == BF16 and wide.dtype == (torch.float32 if wanted[i] and i > 2 else BF16)
-        assert torch.equal(wide.to(BF16), gradient)
-
-
-def test_a_wide_mask_of_the_wrong_length_is_refused():
-    with pytest.raises(ValueError, match="wide_mask must have 9 entries, got 2"):
-        torch.ops.fused_remat.mlp_bwd(*_mlp_backward([True, True]))

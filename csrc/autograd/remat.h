@@ -6,7 +6,7 @@
 //   X_bwd(Tensor? gradient per output ..., the arguments of X ..., Tensor seed,
 //         Tensor? per result of X_fwd ..., bool[] output_mask[, bool[] wide_mask=[]])
 //         -> gradient per tensor argument; those of wide_mask in fp32 where the argument is half
-//         precision, unrounded (parameters only: entries of the inputs are not read)
+//         precision, unrounded (parameters only: entries of inputs and masks are not read)
 //   X_reference(the arguments of X ..., Tensor seed) -> outputs, in differentiable torch
 // Settings known by name: dropout_p (a seed is drawn where it is not 0), keep_* (nothing is kept
 // where no gradient can be asked for), compute_dtype (autocast's choice, else the first tensor's).

@@ -48,15 +48,14 @@ class BackwardPass : MhaPass {
     for_each_group([&](const MhaGroup& g) { run_group(g); });
     finish_inputs();
     for (const MhaOperand bias : {kBout, kBiasK, kBiasV, kNormWeight, kNormBias, kQNorm, kKNorm})
-      if (wanted_[bias]) gradients_[bias] = sums_[bias].to(gradient_dtype(bias, dtype_of(bias)));
+      if (wanted_[bias]) gradients_[bias] = sums_[bias].to(dtype_of(bias));
     for (int part = 0; part < kParts; ++part)
       if (bias_sums_[part].defined()) bias_gradients_[part].copy_(bias_sums_[part]);
     if (wanted_[kAttnMask])
-      gradients_[kAttnMask] =
-          masks_.dattn_mask.to(gradient_dtype(kAttnMask, p_.operands.attn_mask->scalar_type()));
+      gradients_[kAttnMask] = masks_.dattn_mask.to(p_.operands.attn_mask->scalar_type());
     if (wanted_[kKeyMask])
       gradients_[kKeyMask] = masks_.dkey_mask.view({sizes_.batch, sizes_.length_k})
-                                 .to(gradient_dtype(kKeyMask, p_.operands.key_mask->scalar_type()));
+                                 .to(p_.operands.key_mask->scalar_type());
     return gradients_;
   }
 
@@ -84,6 +83,7 @@ class BackwardPass : MhaPass {
   }
 
   at::ScalarType dtype_of(MhaOperand which) const {
+    if (unrounded_[which]) return p_.precision.accumulate;
     const MhaOperands& o = p_.operands;
     switch (which) {
       case kBout:
@@ -103,12 +103,9 @@ class BackwardPass : MhaPass {
     }
   }
 
-  at::ScalarType gradient_dtype(int operand, at::ScalarType dtype) const {
-    return unrounded_[operand] ? p_.precision.accumulate : dtype;
-  }
-
   Tensor empty_gradient(int operand, const Tensor& of) const {
-    return at::empty(of.sizes(), of.options().dtype(gradient_dtype(operand, of.scalar_type())));
+    const auto dtype = unrounded_[operand] ? p_.precision.accumulate : of.scalar_type();
+    return at::empty(of.sizes(), of.options().dtype(dtype));
   }
 
   void make_gradients() {
@@ -274,7 +271,6 @@ class BackwardPass : MhaPass {
     if (out_rows.size(0) == 0) Tensor(to).zero_();
   }
 
-  // A sum lives in the gradient itself where that is as wide as a sum must be.
   Tensor weight_sum(const Tensor& to, const Tensor& flat) const {
     const bool direct = !flat.defined() || to.scalar_type() == p_.precision.accumulate;
     return direct ? to : matrix(flat, to.size(0), to.size(1));

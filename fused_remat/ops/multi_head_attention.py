@@ -15,6 +15,7 @@ from fused_remat.ops.attention import CAUSAL, split_masks, wide, window_of
 from fused_remat.settings import Norm
 
 OPERANDS = 21  # the leading arguments, all tensors or None
+_MASKS = (19, 20)
 
 
 @cache
@@ -87,7 +88,7 @@ def _fake_bwd(dy: Tensor | None, dweights: Tensor | None, *args: Any) -> tuple[T
         elif position < 3:
             gradients.append(_rows_like(operand, operand.shape[2], operand.dtype))
         else:
-            dtype = wide(operand.dtype) if widened else operand.dtype
+            dtype = wide(operand.dtype) if widened and position not in _MASKS else operand.dtype
             gradients.append(operand.new_empty(operand.shape, dtype=dtype))
     return tuple(gradients)
 
