@@ -45,12 +45,13 @@ MlpGradientTuple mlp_bwd_op(
     const OptionalTensor& norm_bias, string norm, double norm_eps, string activation,
     double dropout_p, int64_t keep_up, int64_t keep_gate, int64_t workspace, string backend,
     std::optional<ScalarType> compute_dtype, const Tensor& seed, const OptionalTensor& y,
-    const OptionalTensor& up, const OptionalTensor& gate, c10::List<bool> output_mask) {
+    const OptionalTensor& up, const OptionalTensor& gate, c10::List<bool> output_mask,
+    c10::List<bool> wide_mask) {
   TORCH_CHECK_VALUE(dy.has_value(), "mlp_bwd: dy must be given");
   const ScalarType compute = compute_dtype.value_or(x.scalar_type());
   const Tensor nothing = at::empty({0, 0}, x.options().dtype(compute));
-  MlpGradientMask wanted;
-  for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = output_mask.get(i);
+  const auto wanted = read_mask<kMlpGradients>("output_mask", output_mask);
+  const auto wide = read_mask<kMlpGradients>("wide_mask", wide_mask, /*optional=*/true);
   return std::tuple_cat(mlp_bwd(
       *dy, x, {w_up, w_down, b_up, b_down, w_gate, b_gate}, up.value_or(nothing),
       gate.value_or(nothing), seed,
@@ -60,7 +61,7 @@ MlpGradientTuple mlp_bwd_op(
        backend,
        compute,
        {norm, norm_weight, norm_bias, norm_eps}},
-      wanted));
+      wanted, wide));
 }
 
 template <MlpForwardChunk kImplementation>
@@ -137,8 +138,9 @@ TORCH_LIBRARY(fused_remat, m) {
   m.def(("mlp_reference(" + arguments + ", Tensor seed) -> Tensor").c_str());
   m.def(("mlp_fwd(" + arguments + ", Tensor seed) -> (Tensor y, Tensor up, Tensor gate)").c_str());
   m.def(("mlp_bwd(Tensor? dy, " + arguments +
-         ", Tensor seed, Tensor? y, Tensor? up, Tensor? gate, bool[] output_mask) -> (Tensor dx, "
-         "Tensor dw_up, Tensor dw_down, Tensor db_up, Tensor db_down, Tensor dw_gate, Tensor "
+         ", Tensor seed, Tensor? y, Tensor? up, Tensor? gate, bool[] output_mask, bool[] "
+         "wide_mask=[]) -> (Tensor dx, Tensor dw_up, Tensor dw_down, Tensor db_up, Tensor db_down, "
+         "Tensor dw_gate, Tensor "
          "db_gate, Tensor dnorm_weight, Tensor dnorm_bias)")
             .c_str());
   describe_remat_op("mlp", /*saved_results=*/{false, true, true});

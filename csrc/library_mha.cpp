@@ -92,14 +92,12 @@ void mha_bwd_kernel(const c10::OperatorHandle& op, Stack* stack) {
     if (residual && residual->numel() == 0) residual = std::nullopt;
   }
   const OptionalTensor lse = reader.optional();
-  const c10::List<bool> mask = reader.value().toBoolList();
-  TORCH_CHECK_VALUE(
-      mask.size() == kMhaOperands, "output_mask must have ", int(kMhaOperands), " entries, got ",
-      mask.size());
-  std::array<bool, kMhaOperands> wanted;
-  for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = mask.get(i);
+  const auto wanted = read_mask<kMhaOperands>("output_mask", reader.value().toBoolList());
+  const auto wide =
+      read_mask<kMhaOperands>("wide_mask", reader.value().toBoolList(), /*optional=*/true);
   if (options.need_weights == kNoWeights) dweights = std::nullopt;
-  const auto gradients = mha_bwd(dy, dweights, operands, options, seed, residuals, lse, wanted);
+  const auto gradients =
+      mha_bwd(dy, dweights, operands, options, seed, residuals, lse, wanted, wide);
   torch::jit::drop(*stack, count);
   for (const Tensor& gradient : gradients)
     stack->emplace_back(gradient.defined() ? gradient : at::empty({0}, operands.query.options()));
@@ -137,7 +135,7 @@ TORCH_LIBRARY_FRAGMENT(fused_remat, m) {
   m.def(
       ("multi_head_attention_bwd(Tensor? dy, Tensor? dweights, " + kArguments +
        ", Tensor seed, Tensor? y, Tensor? weights, Tensor? q, Tensor? k, Tensor? v, Tensor? out, "
-       "Tensor? lse, bool[] output_mask) -> (" +
+       "Tensor? lse, bool[] output_mask, bool[] wide_mask=[]) -> (" +
        gradients + ")")
           .c_str(),
       kExactStrides);

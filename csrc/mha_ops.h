@@ -85,11 +85,13 @@ struct MhaForward {
 
 MhaForward mha_fwd(const MhaOperands&, const MhaOptions&, const at::Tensor& seed);
 
-// One gradient per operand; undefined where `wanted` does not ask.
+// One gradient per operand; undefined where `wanted` does not ask. Those of parameters in `wide`
+// have the dtype of the sums, unrounded.
 std::array<at::Tensor, kMhaOperands> mha_bwd(
     const OptionalTensor& dy, const OptionalTensor& dweights, const MhaOperands&, const MhaOptions&,
     const at::Tensor& seed, const std::array<OptionalTensor, kMhaResiduals>& residuals,
-    const OptionalTensor& lse, const std::array<bool, kMhaOperands>& wanted);
+    const OptionalTensor& lse, const std::array<bool, kMhaOperands>& wanted,
+    const std::array<bool, kMhaOperands>& wide);
 
 // {key-value heads, token rows, bytes} that the passes handle at a time.
 std::vector<int64_t> mha_plan(const MhaOperands&, const MhaOptions&);

@@ -76,11 +76,12 @@ MlpForward mlp_fwd(
     const at::Tensor& x, const MlpLayer&, const at::Tensor& seed, const MlpOptions&,
     const MlpKeep&);
 // What `up` and `gate` [M, 0..F] lack of F columns is rebuilt (with 0 columns their rows do not
-// matter). dy [..., Do], any strides. A gradient that the mask does not ask for is a 0-element
-// tensor.
+// matter). dy [..., Do], any strides. A gradient that `wanted` does not ask for is a 0-element
+// tensor; one of a parameter in `wide` has the dtype of the sums, unrounded.
 MlpGradients mlp_bwd(
     const at::Tensor& dy, const at::Tensor& x, const MlpLayer&, const at::Tensor& up,
-    const at::Tensor& gate, const at::Tensor& seed, const MlpOptions&, const MlpGradientMask&);
+    const at::Tensor& gate, const at::Tensor& seed, const MlpOptions&,
+    const MlpGradientMask& wanted, const MlpGradientMask& wide);
 
 // Level 3 works on one [rows, features] tile, cut out of the whole [M, hidden_features] at (row0,
 // feature0).

@@ -1,6 +1,7 @@
 """Rebuild dropped attention and MLP activations inside backward, piece by piece, in a bounded workspace."""
 
 from fused_remat import _extension
+from fused_remat.accumulation import accumulate_in_fp32
 from fused_remat.budget import workspace
 from fused_remat.convert import convert, revert
 from fused_remat.dispatch import backend
@@ -17,6 +18,7 @@ __all__ = [
     "GatedMLP",
     "MultiheadAttention",
     "Norm",
+    "accumulate_in_fp32",
     "attention",
     "backend",
     "convert",

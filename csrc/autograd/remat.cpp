@@ -43,7 +43,8 @@ RematOp::RematOp(const c10::OperatorHandle& op)
       backward(handle(name, "_bwd")),
       arguments(op.schema().arguments().size()),
       outputs(op.schema().returns().size()),
-      saved_results(described().at(name)) {
+      saved_results(described().at(name)),
+      wide_gradients(backward.schema().arguments().back().name() == "wide_mask") {
   const auto tensor = at::TensorType::get();
   for (size_t i = 0; i < arguments; ++i) {
     const c10::Argument& argument = op.schema().arguments()[i];

@@ -30,22 +30,27 @@ std::vector<IValue> arguments_of(const RematOp& op, const std::vector<IValue>& f
   return arguments;
 }
 
+c10::List<bool> list_of(const std::vector<bool>& flags) {
+  c10::List<bool> list;
+  for (const bool flag : flags) list.push_back(flag);
+  return list;
+}
+
 variable_list streamed_gradients(
     const RematOp& op, const variable_list& grads, const std::vector<IValue>& flat,
-    const std::vector<bool>& wanted) {
+    const GradientMask& mask) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   torch::jit::Stack stack;
   for (size_t i = 0; i < op.outputs; ++i)
     stack.push_back(i < grads.size() ? or_none(grads[i]) : IValue());
   for (IValue& argument : arguments_of(op, flat)) stack.push_back(std::move(argument));
   for (size_t i = op.tensors.size(); i < tensor_count(op); ++i) stack.push_back(flat[i]);
-  c10::List<bool> mask;
-  for (const bool want : wanted) mask.push_back(want);
-  stack.emplace_back(mask);
+  stack.emplace_back(list_of(mask.wanted));
+  if (op.wide_gradients) stack.emplace_back(list_of(mask.wide));
   op.backward.callBoxed(&stack);
   variable_list gradients(op.tensors.size());
   for (size_t i = 0; i < gradients.size(); ++i)
-    if (wanted[i]) gradients[i] = stack[i].toTensor();
+    if (mask.wanted[i]) gradients[i] = stack[i].toTensor();
   return gradients;
 }
 
@@ -126,10 +131,24 @@ std::vector<IValue> RematBackward::unpack() {
   return flat;
 }
 
-std::vector<bool> RematBackward::wanted() const {
-  std::vector<bool> mask(op_.tensors.size());
-  for (size_t i = 0; i < mask.size(); ++i) mask[i] = task_should_compute_output(i);
+GradientMask RematBackward::mask() const {
+  GradientMask mask;
+  for (size_t i = 0; i < op_.tensors.size(); ++i) {
+    mask.wanted.push_back(task_should_compute_output(i));
+    mask.wide.push_back(mask.wanted.back() && is_wide(i));
+  }
   return mask;
+}
+
+// The engine casts a gradient to what the next node says it takes: the tensor's dtype, unless
+// Tensor.grad_dtype says otherwise. What it would widen need not be rounded first.
+bool RematBackward::is_wide(size_t i) const {
+  const torch::autograd::Edge& edge = next_edge(i);
+  if (!edge.is_valid()) return false;
+  const torch::autograd::InputMetadata& taken = edge.function->input_metadata(edge.input_nr);
+  if (taken.was_default_constructed()) return false;
+  const at::ScalarType dtype = taken.dtype().toScalarType();
+  return (dtype == at::kBFloat16 || dtype == at::kHalf) && taken.grad_dtype() == at::kFloat;
 }
 
 variable_list RematBackward::apply(variable_list&& grads) {
@@ -137,8 +156,8 @@ variable_list RematBackward::apply(variable_list&& grads) {
   if (none_defined(grads)) return variable_list(op_.tensors.size());
   // Gradients are being recorded under create_graph alone; the streaming has no derivative of its
   // own.
-  return at::GradMode::is_enabled() ? differentiable_gradients(op_, grads, unpack(), wanted())
-                                    : streamed_gradients(op_, grads, unpack(), wanted());
+  return at::GradMode::is_enabled() ? differentiable_gradients(op_, grads, unpack(), mask().wanted)
+                                    : streamed_gradients(op_, grads, unpack(), mask());
 }
 
 void RematBackward::release_variables() {
@@ -175,7 +194,8 @@ variable_list RematBackward::apply_with_saved(
   return gradients;
 }
 
-// Backward as a pure function of packed values, for compiled autograd.
+// Backward as a pure function of packed values, for compiled autograd, which itself refuses
+// parameters whose grad_dtype is not their own.
 variable_list RematBackward::trace(
     const variable_list& grads, const torch::dynamo::autograd::SwapSavedVariables& swap) {
   using namespace torch::dynamo::autograd;
@@ -186,14 +206,12 @@ variable_list RematBackward::trace(
     if (none_defined(grads)) return variable_list(op.tensors.size());
     std::vector<IValue> flat(values.begin(), values.end() - 1);
     for (size_t i = 0; i < tensors; ++i) flat[i] = or_none(flat[i].toTensor());
-    return streamed_gradients(op, grads, flat, values.back().toBoolList().vec());
+    return streamed_gradients(op, grads, flat, {values.back().toBoolList().vec(), /*wide=*/{}});
   };
   std::vector<IValue> values = unpack();
   for (size_t i = 0; i < tensors; ++i)
     if (values[i].isNone()) values[i] = Tensor();
-  c10::List<bool> mask;
-  for (const bool want : wanted()) mask.push_back(want);
-  values.emplace_back(mask);
+  values.emplace_back(list_of(mask().wanted));
   std::vector<at::TypePtr> schema(tensors, at::TensorType::get());
   for (size_t i = tensors; i < values.size(); ++i) schema.push_back(values[i].type());
   const auto& compiler = getPyCompilerInterface();

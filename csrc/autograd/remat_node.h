@@ -26,6 +26,13 @@ struct RematOp {
   size_t dropout_p = 0, compute_dtype = 0;
   std::vector<size_t> keeps;
   std::vector<bool> saved_results;
+  bool wide_gradients = false;  // X_bwd takes a wide_mask
+};
+
+// Per tensor argument: whether its gradient is asked for, and whether in fp32 although the argument
+// is half precision (none where that list is empty).
+struct GradientMask {
+  std::vector<bool> wanted, wide;
 };
 
 class RematBackward : public torch::autograd::Node {
@@ -49,7 +56,8 @@ class RematBackward : public torch::autograd::Node {
 
  private:
   std::vector<at::IValue> unpack();
-  std::vector<bool> wanted() const;
+  GradientMask mask() const;
+  bool is_wide(size_t i) const;
   torch::autograd::variable_list trace(
       const torch::autograd::variable_list& grads,
       const torch::dynamo::autograd::SwapSavedVariables& swap);

@@ -26,9 +26,10 @@ class BackwardPass : MhaPass {
  public:
   BackwardPass(
       const MhaProblem& problem, const Tensor& dy, const OptionalTensor& dweights,
-      const Residuals& kept, const Tensor& lse, const Wanted& wanted)
+      const Residuals& kept, const Tensor& lse, const Wanted& wanted, const Wanted& wide)
       : MhaPass(problem),
         wanted_(wanted),
+        unrounded_(wide),
         kept_(kept),
         lse_(lse),
         dy_(p_.rows_of(dy, kQ)),
@@ -82,6 +83,7 @@ class BackwardPass : MhaPass {
   }
 
   at::ScalarType dtype_of(MhaOperand which) const {
+    if (unrounded_[which]) return p_.precision.accumulate;
     const MhaOperands& o = p_.operands;
     switch (which) {
       case kBout:
@@ -101,6 +103,11 @@ class BackwardPass : MhaPass {
     }
   }
 
+  Tensor empty_gradient(int operand, const Tensor& of) const {
+    const auto dtype = unrounded_[operand] ? p_.precision.accumulate : of.scalar_type();
+    return at::empty(of.sizes(), of.options().dtype(dtype));
+  }
+
   void make_gradients() {
     const MhaOperands& o = p_.operands;
     const OptionalTensor weights[] = {o.w_q, o.w_k, o.w_v}, biases[] = {o.b_q, o.b_k, o.b_v};
@@ -116,8 +123,7 @@ class BackwardPass : MhaPass {
         const int operand = packed ? base : base + part;
         if (!wanted_[operand] || !own[packed ? 0 : part]) continue;
         if (!gradients_[operand].defined())
-          gradients_[operand] =
-              at::empty(own[packed ? 0 : part]->sizes(), own[packed ? 0 : part]->options());
+          gradients_[operand] = empty_gradient(operand, *own[packed ? 0 : part]);
         (is_bias ? bias_gradients_ : weight_gradients_)[part] =
             packed ? gradients_[operand].narrow(0, first, rows) : gradients_[operand];
         if (is_bias) bias_sums_[part] = at::zeros({rows}, wide_);
@@ -125,7 +131,7 @@ class BackwardPass : MhaPass {
       first += rows;
       make_input_gradient(part, inputs[part]);
     }
-    if (wanted_[kWout]) gradients_[kWout] = at::empty(o.w_out.sizes(), o.w_out.options());
+    if (wanted_[kWout]) gradients_[kWout] = empty_gradient(kWout, o.w_out);
     const OptionalTensor vectors[] = {o.b_out,     o.bias_k, o.bias_v, o.norm_weight,
                                       o.norm_bias, o.q_norm, o.k_norm};
     const MhaOperand names[] = {kBout, kBiasK, kBiasV, kNormWeight, kNormBias, kQNorm, kKNorm};
@@ -266,7 +272,8 @@ class BackwardPass : MhaPass {
   }
 
   Tensor weight_sum(const Tensor& to, const Tensor& flat) const {
-    return flat.defined() ? matrix(flat, to.size(0), to.size(1)) : to;
+    const bool direct = !flat.defined() || to.scalar_type() == p_.precision.accumulate;
+    return direct ? to : matrix(flat, to.size(0), to.size(1));
   }
 
   // From the gradient of what attention took to that of the projection, and of the extra keys.
@@ -318,7 +325,7 @@ class BackwardPass : MhaPass {
       Tensor to = group_rows(g, part, weight_gradients_[part]);
       if (sizes_.batch * sizes_.part_length(part) == 0)
         to.zero_();
-      else if (weight_sums_[part].defined())
+      else if (!sums[part].is_alias_of(to))
         to.copy_(sums[part]);
     }
   }
@@ -343,7 +350,7 @@ class BackwardPass : MhaPass {
     }
   }
 
-  const Wanted& wanted_;
+  const Wanted &wanted_, &unrounded_;
   const Residuals& kept_;
   const Tensor lse_, dy_;
   const at::TensorOptions wide_;
@@ -366,7 +373,7 @@ class BackwardPass : MhaPass {
 Gradients mha_bwd(
     const OptionalTensor& dy, const OptionalTensor& dweights, const MhaOperands& operands,
     const MhaOptions& options, const Tensor& seed, const Residuals& residuals,
-    const OptionalTensor& lse, const Wanted& wanted) {
+    const OptionalTensor& lse, const Wanted& wanted, const Wanted& wide) {
   const BelowAutocast guard;
   const MhaProblem problem(operands, options, seed);
   const MhaSizes& sizes = problem.sizes;
@@ -386,7 +393,7 @@ Gradients mha_bwd(
                              : at::empty(
                                    {sizes.batch, sizes.heads, sizes.length_q},
                                    compute.dtype(problem.precision.accumulate));
-  return BackwardPass(problem, incoming, dweights, residuals, row_lse, wanted).run();
+  return BackwardPass(problem, incoming, dweights, residuals, row_lse, wanted, wide).run();
 }
 
 }  // namespace fused_remat

@@ -61,10 +61,11 @@ class BackwardPass {
   BackwardPass(
       const Tensor& dy, const Tensor& x, const MlpLayer& layer, const Tensor& up,
       const Tensor& gate, const Tensor& seed, const MlpOptions& options,
-      const MlpGradientMask& wanted)
+      const MlpGradientMask& wanted, const MlpGradientMask& wide)
       : layer_(layer),
         options_(options),
         wanted_(wanted),
+        wide_(wide),
         pre_wanted_(
             wanted[kDwUp] || wanted[kDbUp] || wanted[kDwGate] || wanted[kDbGate] || wants_x()),
         sizes_(mlp_sizes(x, layer)),
@@ -154,14 +155,17 @@ class BackwardPass {
     const bool no_tiles = sizes_.rows == 0 || sizes_.hidden_features == 0;
     const auto like = [&](MlpGradient which, const Tensor& operand) {
       if (!wanted_[which]) return at::empty({0}, operand.options());
-      return no_tiles ? at::zeros_like(operand) : at::empty_like(operand);
+      const at::TensorOptions options =
+          wide_[which] ? operand.options().dtype(precision_.accumulate) : operand.options();
+      return no_tiles ? at::zeros_like(operand, options) : at::empty_like(operand, options);
     };
     const auto vector_like = [&](MlpGradient which, const OptionalTensor& bias) {
       Tensor& sum = vector_sums_[which];
       sum =
           at::zeros({wanted_[which] ? bias->size(0) : 0}, x.options().dtype(precision_.accumulate));
       if (!wanted_[which]) return at::empty({0}, bias.value_or(x).options());
-      return bias->scalar_type() == precision_.accumulate ? sum : at::empty_like(*bias);
+      const bool direct = wide_[which] || bias->scalar_type() == precision_.accumulate;
+      return direct ? sum : at::empty_like(*bias);
     };
     // x may overlap itself or skip memory; its gradient is dense.
     gradients_[kDx] = !wanted_[kDx] ? at::empty({0}, x.options())
@@ -269,7 +273,7 @@ class BackwardPass {
 
   const MlpLayer& layer_;
   const MlpOptions& options_;
-  const MlpGradientMask& wanted_;
+  const MlpGradientMask &wanted_, &wide_;
   const bool pre_wanted_;  // any gradient that flows through the activation
   const MlpSizes sizes_;
   const MlpPrecision precision_;
@@ -292,7 +296,8 @@ class BackwardPass {
 
 MlpGradients mlp_bwd(
     const Tensor& dy, const Tensor& x, const MlpLayer& layer, const Tensor& up, const Tensor& gate,
-    const Tensor& seed, const MlpOptions& options, const MlpGradientMask& wanted) {
+    const Tensor& seed, const MlpOptions& options, const MlpGradientMask& wanted,
+    const MlpGradientMask& wide) {
   check_mlp(x, layer, seed, options);
   TORCH_CHECK_VALUE(
       dy.dim() == x.dim() && dy.sizes().slice(0, dy.dim() - 1) == x.sizes().slice(0, x.dim() - 1) &&
@@ -307,7 +312,7 @@ MlpGradients mlp_bwd(
         "mlp_bwd: residuals are [M, 0..F] in the compute dtype, got ", residual.sizes(), " of ",
         residual.scalar_type());
   const BelowAutocast guard;
-  return BackwardPass(dy, x, layer, up, gate, seed, options, wanted).run();
+  return BackwardPass(dy, x, layer, up, gate, seed, options, wanted, wide).run();
 }
 
 }  // namespace fused_remat

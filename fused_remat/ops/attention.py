@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ def heads_like(t: Tensor, heads: int, length: int, width: int, dtype: torch.dtyp
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of softmax statistics: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def split_masks(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[bool], list[bool]]:
+    """The arguments of a `*_bwd` up to its masks, `output_mask` and `wide_mask`; one that says nothing is left out."""
+    if isinstance(args[-2], list):
+        return args[:-2], args[-2], args[-1] or [False] * len(args[-2])
+    return args[:-1], args[-1], [False] * len(args[-1])
 
 
 def window_of(left: int, right: int) -> tuple[int | None, int | None]:

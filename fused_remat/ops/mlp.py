@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from fused_remat import reference
+from fused_remat.ops.attention import split_masks, wide
 from fused_remat.settings import Norm
 
 _OPERANDS = 9  # the leading arguments, all tensors or None
@@ -28,12 +29,14 @@ def _fake_fwd(x, w_up, w_down, *args):
 
 
 def _fake_bwd(dy, *args):
-    x, operands, output_mask = args[0], args[:_OPERANDS], args[-1]
+    (x, *others), output_mask, wide_mask = split_masks(args)
     return (
         x.new_empty(x.shape if output_mask[0] else (0,)),
         *(
-            torch.empty_like(operand) if wanted else (x if operand is None else operand).new_empty((0,))
-            for operand, wanted in zip(operands[1:], output_mask[1:], strict=True)
+            torch.empty_like(operand, dtype=wide(operand.dtype) if widened else operand.dtype)
+            if wanted
+            else (x if operand is None else operand).new_empty((0,))
+            for operand, wanted, widened in zip(others[: _OPERANDS - 1], output_mask[1:], wide_mask[1:], strict=True)
         ),
     )
 
@@ -68,7 +71,7 @@ def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
     def backward(dy_shape, x_shape, w_up_shape, w_down_shape, b_up, b_down, w_gate_shape, *args, out_shape=None,
                  **kwargs) -> int:  # fmt: skip
         rows, (features, d_in), d_out = math.prod(x_shape[:-1]), w_up_shape, w_down_shape[0]
-        *_, up_shape, gate_shape, wanted = args
+        (*_, up_shape, gate_shape), wanted, _ = split_masks(args)
         wants_dx, wants_dw_up, wants_dw_down, wants_db_up, _, wants_dw_gate, wants_db_gate = wanted[:7]
         wants_dx = wants_dx or any(wanted[7:])
         kept_up, kept_gate = (0 if shape is None else shape[1] for shape in (up_shape, gate_shape))

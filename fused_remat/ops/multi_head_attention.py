@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fused_remat import reference
-from fused_remat.ops.attention import CAUSAL, wide, window_of
+from fused_remat.ops.attention import CAUSAL, split_masks, wide, window_of
 from fused_remat.settings import Norm
 
 OPERANDS = 21  # the leading arguments, all tensors or None
+_MASKS = (19, 20)
 
 
 @cache
@@ -78,15 +79,17 @@ def _fake_fwd(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_bwd(dy: Tensor | None, dweights: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    operands, output_mask = args[:OPERANDS], args[-1]
+    rest, output_mask, wide_mask = split_masks(args)
+    operands = rest[:OPERANDS]
     gradients = []
-    for position, (operand, wanted) in enumerate(zip(operands, output_mask, strict=True)):
+    for position, (operand, wanted, widened) in enumerate(zip(operands, output_mask, wide_mask, strict=True)):
         if not wanted:
             gradients.append(operands[0].new_empty((0,)))
         elif position < 3:
             gradients.append(_rows_like(operand, operand.shape[2], operand.dtype))
         else:
-            gradients.append(operand.new_empty(operand.shape))
+            dtype = wide(operand.dtype) if widened and position not in _MASKS else operand.dtype
+            gradients.append(operand.new_empty(operand.shape, dtype=dtype))
     return tuple(gradients)
 
 
@@ -150,7 +153,7 @@ def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
 
     def backward(dy: Any, dweights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         core, projections, out = sizes(args[: len(_names())])
-        *_, q, k, v, kept_out, _lse, wanted = args
+        (*_, q, k, v, kept_out, _lse), wanted, _ = split_masks(args)
         through_heads = any(wanted[i] for i in range(OPERANDS) if i not in (9, 10))
         rebuilt = sum(flop for flop, kept in zip(projections, (q, k, v), strict=True) if kept is None)
         total = rebuilt + out * (1 + wanted[9]) + (core if kept_out is None else 0)
