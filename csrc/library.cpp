@@ -20,12 +20,24 @@ using std::string;
 std::tuple<Tensor, Tensor, Tensor> mlp_fwd_op(
     const Tensor& x, const Tensor& w_up, const Tensor& w_down, const OptionalTensor& b_up,
     const OptionalTensor& b_down, const OptionalTensor& w_gate, const OptionalTensor& b_gate,
-    const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, string norm,
-    double norm_eps, string activation, double dropout_p, int64_t keep_up, int64_t keep_gate,
-    int64_t workspace, string backend, std::optional<ScalarType> compute_dtype,
-    const Tensor& seed) {
+    const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, const OptionalTensor& up_a,
+    const OptionalTensor& up_b, const OptionalTensor& gate_a, const OptionalTensor& gate_b,
+    const OptionalTensor& down_a, const OptionalTensor& down_b, double up_scale, double gate_scale,
+    double down_scale, string norm, double norm_eps, string activation, double dropout_p,
+    int64_t keep_up, int64_t keep_gate, int64_t workspace, string backend,
+    std::optional<ScalarType> compute_dtype, const Tensor& seed) {
   auto [y, up, gate] = mlp_fwd(
-      x, {w_up, w_down, b_up, b_down, w_gate, b_gate}, seed,
+      x,
+      {w_up,
+       w_down,
+       b_up,
+       b_down,
+       w_gate,
+       b_gate,
+       {up_a, up_b, up_scale},
+       {gate_a, gate_b, gate_scale},
+       {down_a, down_b, down_scale}},
+      seed,
       {activation,
        dropout_p,
        workspace,
@@ -36,25 +48,35 @@ std::tuple<Tensor, Tensor, Tensor> mlp_fwd_op(
   return {y, up, gate};
 }
 
-using MlpGradientTuple =
-    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using MlpGradientTuple = decltype(std::tuple_cat(MlpGradients()));
 MlpGradientTuple mlp_bwd_op(
     const OptionalTensor& dy, const Tensor& x, const Tensor& w_up, const Tensor& w_down,
     const OptionalTensor& b_up, const OptionalTensor& b_down, const OptionalTensor& w_gate,
     const OptionalTensor& b_gate, const OptionalTensor& norm_weight,
-    const OptionalTensor& norm_bias, string norm, double norm_eps, string activation,
-    double dropout_p, int64_t keep_up, int64_t keep_gate, int64_t workspace, string backend,
-    std::optional<ScalarType> compute_dtype, const Tensor& seed, const OptionalTensor& y,
-    const OptionalTensor& up, const OptionalTensor& gate, c10::List<bool> output_mask,
-    c10::List<bool> wide_mask) {
+    const OptionalTensor& norm_bias, const OptionalTensor& up_a, const OptionalTensor& up_b,
+    const OptionalTensor& gate_a, const OptionalTensor& gate_b, const OptionalTensor& down_a,
+    const OptionalTensor& down_b, double up_scale, double gate_scale, double down_scale,
+    string norm, double norm_eps, string activation, double dropout_p, int64_t keep_up,
+    int64_t keep_gate, int64_t workspace, string backend, std::optional<ScalarType> compute_dtype,
+    const Tensor& seed, const OptionalTensor& y, const OptionalTensor& up,
+    const OptionalTensor& gate, c10::List<bool> output_mask, c10::List<bool> wide_mask) {
   TORCH_CHECK_VALUE(dy.has_value(), "mlp_bwd: dy must be given");
   const ScalarType compute = compute_dtype.value_or(x.scalar_type());
   const Tensor nothing = at::empty({0, 0}, x.options().dtype(compute));
   const auto wanted = read_mask<kMlpGradients>("output_mask", output_mask);
   const auto wide = read_mask<kMlpGradients>("wide_mask", wide_mask, /*optional=*/true);
   return std::tuple_cat(mlp_bwd(
-      *dy, x, {w_up, w_down, b_up, b_down, w_gate, b_gate}, up.value_or(nothing),
-      gate.value_or(nothing), seed,
+      *dy, x,
+      {w_up,
+       w_down,
+       b_up,
+       b_down,
+       w_gate,
+       b_gate,
+       {up_a, up_b, up_scale},
+       {gate_a, gate_b, gate_scale},
+       {down_a, down_b, down_scale}},
+      up.value_or(nothing), gate.value_or(nothing), seed,
       {activation,
        dropout_p,
        workspace,
@@ -131,7 +153,9 @@ void column_sums(const std::string& backend, const Tensor& a, const Tensor& out)
 TORCH_LIBRARY(fused_remat, m) {
   const string arguments =
       "Tensor x, Tensor w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, Tensor? w_gate, Tensor? "
-      "b_gate, Tensor? norm_weight, Tensor? norm_bias, str norm, float norm_eps, str activation, "
+      "b_gate, Tensor? norm_weight, Tensor? norm_bias, Tensor? up_a, Tensor? up_b, Tensor? gate_a, "
+      "Tensor? gate_b, Tensor? down_a, Tensor? down_b, float up_scale, float gate_scale, float "
+      "down_scale, str norm, float norm_eps, str activation, "
       "float dropout_p, int keep_up, int keep_gate, int workspace, str backend, ScalarType? "
       "compute_dtype";
   m.def(("mlp(" + arguments + "=None) -> Tensor").c_str());
@@ -140,8 +164,8 @@ TORCH_LIBRARY(fused_remat, m) {
   m.def(("mlp_bwd(Tensor? dy, " + arguments +
          ", Tensor seed, Tensor? y, Tensor? up, Tensor? gate, bool[] output_mask, bool[] "
          "wide_mask=[]) -> (Tensor dx, Tensor dw_up, Tensor dw_down, Tensor db_up, Tensor db_down, "
-         "Tensor dw_gate, Tensor "
-         "db_gate, Tensor dnorm_weight, Tensor dnorm_bias)")
+         "Tensor dw_gate, Tensor db_gate, Tensor dnorm_weight, Tensor dnorm_bias, Tensor dup_a, "
+         "Tensor dup_b, Tensor dgate_a, Tensor dgate_b, Tensor ddown_a, Tensor ddown_b)")
             .c_str());
   describe_remat_op("mlp", /*saved_results=*/{false, true, true});
   // [axis (0 tokens, 1 features), rows, features, bytes] of the tiles that the streaming would use:
@@ -151,7 +175,7 @@ TORCH_LIBRARY(fused_remat, m) {
       "bool dropout,"
       " ScalarType x_dtype, ScalarType weight_dtype, ScalarType compute_dtype, int workspace, str "
       "backend,"
-      " str device, bool norm=False) -> int[]");
+      " str device, bool norm=False, int[3] ranks=[0, 0, 0]) -> int[]");
   for (const string suffix : kBackends) {
     m.def(("mlp_fwd_chunk_" + suffix +
            "(Tensor x, Tensor w_up, Tensor? b_up, Tensor? w_gate, Tensor? b_gate, Tensor seed, str "

@@ -20,6 +20,17 @@ namespace fused_remat {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+// Adds scale b a to a weight [out, in] (Hu et al., "LoRA", 2021). The factors may have a dtype of
+// their own; products take them in the GEMM dtype.
+struct LowRank {
+  OptionalTensor a;  // [r, in]; absent = no adapter
+  OptionalTensor b;  // [out, r]
+  double scale = 1.0;
+
+  explicit operator bool() const { return a.has_value(); }
+  int64_t rank() const { return a ? a->size(0) : 0; }
+};
+
 struct MlpLayer {
   at::Tensor w_up;        // [F, D]
   at::Tensor w_down;      // [Do, F]
@@ -27,6 +38,9 @@ struct MlpLayer {
   OptionalTensor b_down;  // [Do]
   OptionalTensor w_gate;  // [F, D]; present = gated
   OptionalTensor b_gate;  // [F]
+  LowRank up_adapter;
+  LowRank gate_adapter;
+  LowRank down_adapter;
 
   bool gated() const { return w_gate.has_value(); }
 };
@@ -58,6 +72,12 @@ enum MlpGradient {
   kDbGate,
   kDNormWeight,
   kDNormBias,
+  kDUpA,
+  kDUpB,
+  kDGateA,
+  kDGateB,
+  kDDownA,
+  kDDownB,
   kMlpGradients
 };
 using MlpGradients = std::array<at::Tensor, kMlpGradients>;

@@ -9,13 +9,14 @@ from fused_remat.explanation import explain
 from fused_remat.functional import attention, mlp, multi_head_attention
 from fused_remat.measure import measure
 from fused_remat.nn import MLP, GatedMLP, MultiheadAttention
-from fused_remat.settings import Norm
+from fused_remat.settings import LowRank, Norm
 from fused_remat.tune import tune
 
 __version__ = "0.1.0"
 __all__ = [
     "MLP",
     "GatedMLP",
+    "LowRank",
     "MultiheadAttention",
     "Norm",
     "accumulate_in_fp32",

@@ -103,13 +103,21 @@ def _bytes(plan: Tiles | Groups) -> str:
     return f"{plan.nbytes / _MIB:.2f} MiB{over}"
 
 
+# Positions among the arguments of `mlp`: the factors a and b of three adapters, their scales, then the norm's name.
+_MLP_FACTORS, _MLP_SETTINGS = 9, 18
+
+
 def _mlp_plans(prepared: Prepared, backend: str, workspace: int) -> tuple[Tiles, Tiles]:
-    x, w_up, w_down, _, _, w_gate, *_, norm, _eps, _activation, p, _keep_up, _keep_gate, _workspace = prepared.arguments
+    x, w_up, w_down, _, _, w_gate, *_ = prepared.arguments
+    norm, _eps, _activation, p, *_ = prepared.arguments[_MLP_SETTINGS:]
+    factors_a = prepared.arguments[_MLP_FACTORS : _MLP_FACTORS + 6 : 2]
+    ranks = [0 if a is None else a.shape[0] for a in factors_a]
 
     def tiles(backward: bool) -> Tiles:
         by_features, rows, features, nbytes = torch.ops.fused_remat.mlp_plan(
             x.shape[:-1].numel(), w_up.shape[1], w_down.shape[0], w_up.shape[0], w_gate is not None, backward, p > 0,
             x.dtype, w_up.dtype, prepared.call.dtype, workspace, backend, prepared.call.device, bool(norm),
+            ranks,
         )  # fmt: skip
         return Tiles("features" if by_features else "tokens", rows, features, nbytes, max(0, nbytes - workspace))
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_remat.activations import ACTIVATIONS
-from fused_remat.settings import Norm
+from fused_remat.settings import LowRank, Norm
 
 # Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, table 2 and section 3.3).
 _PHILOX_ROUNDS = 10
@@ -83,6 +83,14 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return (scaled if weight is None else scaled * weight).to(x.dtype)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, adapter: LowRank | None = None) -> Tensor:
+    """`x weight^T + bias + scale (x a^T) b^T`, the factors of the adapter in x's dtype (Hu et al. 2021)."""
+    y = F.linear(x, weight, bias)
+    if adapter is None:
+        return y
+    return y + F.linear(F.linear(x, adapter.a.to(x.dtype)), adapter.b.to(x.dtype)) * adapter.scale
+
+
 def mlp(
     x: Tensor,  # [..., D]
     w_up: Tensor,  # [F, D]
@@ -92,6 +100,9 @@ def mlp(
     *,
     w_gate: Tensor | None = None,  # [F, D]
     b_gate: Tensor | None = None,  # [F]
+    up_adapter: LowRank | None = None,
+    gate_adapter: LowRank | None = None,
+    down_adapter: LowRank | None = None,
     norm: Norm | None = None,
     activation: str = "gelu",
     dropout_p: float = 0.0,
@@ -99,13 +110,13 @@ def mlp(
 ) -> Tensor:
     """`dropout(act(n w_up^T + b_up)) w_down^T + b_down` of `n = norm(x)`, or gated: `hidden = act(gate) * up`.
 
-    Returns [..., D_out].
+    An adapter adds its product to that of its weight. Returns [..., D_out].
     """
     act = ACTIVATIONS[activation]
     x = normalize(x, norm)
-    up = F.linear(x, w_up, b_up)
-    hidden = act(up) if w_gate is None else act(F.linear(x, w_gate, b_gate)) * up
-    return F.linear(dropout(hidden, dropout_p, seed), w_down, b_down)
+    up = linear(x, w_up, b_up, up_adapter)
+    hidden = act(up) if w_gate is None else act(linear(x, w_gate, b_gate, gate_adapter)) * up
+    return linear(dropout(hidden, dropout_p, seed), w_down, b_down, down_adapter)
 
 
 def visible(

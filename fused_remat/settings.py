@@ -27,6 +27,19 @@ class Norm:
     eps: float = 1e-5
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """A low-rank adapter of a linear layer: its weight [out, in] acts as `weight + scale b a` (LoRA, Hu et al. 2021).
+
+    `a` [r, in] and `b` [out, r] may have another floating dtype than the weight. The products take them in the compute
+    dtype; their gradients come back in their own.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+
+
 # The pre-activations an MLP may keep for backward, by whether it is gated.
 RESIDUALS = {False: ("up",), True: ("up", "gate")}
 
@@ -64,6 +77,20 @@ def check_norm(norm: Norm | None) -> Norm | None:
         raise ValueError("norm.bias was given with kind 'rms_norm', which has none; pass None")
     check_eps("norm.eps", norm.eps)
     return norm
+
+
+def check_low_rank(name: str, adapter: LowRank | None) -> LowRank | None:
+    """`adapter` if it is None or a LowRank of two matrices and a finite scale."""
+    if adapter is None:
+        return None
+    if not isinstance(adapter, LowRank):
+        raise TypeError(f"{name} must be a fused_remat.LowRank or None, got {type(adapter).__name__}")
+    for factor in ("a", "b"):
+        if not isinstance(getattr(adapter, factor), Tensor):
+            raise TypeError(f"{name}.{factor} must be a tensor, got {type(getattr(adapter, factor)).__name__}")
+    if not is_finite(adapter.scale):
+        raise ValueError(f"{name}.scale must be a finite number, got {adapter.scale!r}")
+    return adapter
 
 
 def check_eps(name: str, eps: float) -> float:

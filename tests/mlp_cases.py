@@ -49,18 +49,31 @@ def operands(
     return made
 
 
-def op_layer(given: dict[str, Tensor], norm: fused_remat.Norm | None = None) -> list:
+ADAPTERS = ("up_adapter", "gate_adapter", "down_adapter")
+
+
+def op_layer(given: dict, norm: fused_remat.Norm | None = None) -> list:
     """The arguments of `torch.ops.fused_remat.mlp*` between x and the activation."""
     layer = [given.get(name) for name in ("w_up", "w_down", "b_up", "b_down", "w_gate", "b_gate")]
-    return [*layer, norm and norm.weight, norm and norm.bias, norm.kind if norm else "", norm.eps if norm else 0.0]
+    adapters = [given.get(name) for name in ADAPTERS]
+    factors = [factor for adapter in adapters for factor in ((adapter.a, adapter.b) if adapter else (None, None))]
+    scales = [adapter.scale if adapter else 1.0 for adapter in adapters]
+    norms = [norm.kind, norm.eps] if norm else ["", 0.0]
+    return [*layer, norm and norm.weight, norm and norm.bias, *factors, *scales, *norms]
 
 
-def plan(given: dict[str, Tensor], workspace: int, backend: str, *, backward: bool = True, dropout: bool = False):
+def output_mask(*operands: bool) -> list[bool]:
+    """The `output_mask` of `mlp_bwd` that begins with these; no gradient is asked for of the operands after them."""
+    return [*operands, *[False] * (15 - len(operands))]
+
+
+def plan(given: dict, workspace: int, backend: str, *, backward: bool = True, dropout: bool = False):
     """(axis, rows, features, bytes) of the tiles; axis is "features" or "tokens"."""
     x, w_up, w_down = given["x"], given["w_up"], given["w_down"]
     axis, rows, features, nbytes = torch.ops.fused_remat.mlp_plan(
         x.numel() // x.shape[-1], w_up.shape[1], w_down.shape[0], w_up.shape[0], "w_gate" in given, backward, dropout,
-        x.dtype, w_up.dtype, x.dtype, workspace, backend, "cpu",
+        x.dtype, w_up.dtype, x.dtype, workspace, backend, "cpu", False,
+        [given[name].a.shape[0] if name in given else 0 for name in ADAPTERS],
     )  # fmt: skip
     return ("features" if axis else "tokens"), rows, features, nbytes
 

@@ -75,7 +75,7 @@ def test_forward_and_backward_on_different_backends_agree(gated):
     layer = cases.op_layer(given)
     seed, dy = torch.tensor([5]), torch.randn(9, 5, dtype=torch.float64)
     chosen = ("silu", 0.2)
-    mask = [True] * 5 + [gated] * 2 + [False] * 2
+    mask = cases.output_mask(*[True] * 5, gated, gated)
     keep = (7, 4 if gated else 0)
     results = []
     for forward in cases.BACKENDS:

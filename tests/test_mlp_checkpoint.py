@@ -147,7 +147,7 @@ def test_recompute_runs_in_the_dtype_of_forward():
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func == torch.ops.fused_remat.mlp_bwd.default:
-                self.dtypes += (args[18],)  # compute_dtype
+                self.dtypes += (args[27],)  # compute_dtype
             return func(*args, **(kwargs or {}))
 
     layer, x = fused_remat.MLP(8, 16), torch.randn(3, 8)

@@ -147,7 +147,7 @@ def _level2(given, backend):
         yield "mlp_fwd", call
         dy = torch.randn(*given["x"].shape[:-1], given["w_down"].shape[0]).to(dtype)
         up, gate = (torch.randn(rows, n).to(dtype) for n in (hidden, 2))
-        for mask in ([True] * 7 + [False] * 2, [True, False] * 3 + [False] * 3):
+        for mask in (cases.output_mask(*[True] * 7), cases.output_mask(*[True, False] * 3)):
             yield "mlp_bwd", (dy, *call, None, up, gate, mask)
 
 

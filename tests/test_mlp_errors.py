@@ -20,6 +20,11 @@ def _tensors(**changes):
     return {name: value for name, value in (given | changes).items() if value is not None}
 
 
+def _adapter(out, width, *, rank=2, device="cpu", dtype=torch.float32, scale=1.0):
+    a, b = torch.ones(rank, width, dtype=dtype, device=device), torch.ones(out, rank, dtype=dtype, device=device)
+    return fused_remat.LowRank(a, b, scale)
+
+
 # case -> (changed operands, changed settings, error, words of its message)
 BAD = {
     "0-dim x": ({"x": torch.ones(())}, {}, ValueError, "x must be"),
@@ -41,6 +46,72 @@ BAD = {
     ),
     "integers": ({"x": torch.ones(3, 4, dtype=torch.int64)}, {}, TypeError, "x must be floating point"),
     "device": ({"b_up": torch.ones(6, device="meta")}, {}, ValueError, "b_up is on meta, x on cpu"),
+    "adapter of up": (
+        {},
+        {"up_adapter": _adapter(6, 5)},
+        ValueError,
+        r"up_adapter.a and up_adapter.b must be \[r, 4\]",
+    ),
+    "adapter of down": (
+        {},
+        {"down_adapter": _adapter(6, 4)},
+        ValueError,
+        r"down_adapter.b must be \[r, 6\] and \[5, r\]",
+    ),
+    "ranks of an adapter": (
+        {},
+        {"gate_adapter": fused_remat.LowRank(torch.ones(2, 4), torch.ones(6, 3))},
+        ValueError,
+        r"gate_adapter.b must be .* got \[2, 4\] and \[6, 3\]",
+    ),
+    "dims of an adapter": (
+        {},
+        {"up_adapter": fused_remat.LowRank(torch.ones(4), torch.ones(6, 1))},
+        ValueError,
+        "up_adapter.a and",
+    ),
+    "device of an adapter": (
+        {},
+        {"up_adapter": _adapter(6, 4, device="meta")},
+        ValueError,
+        "up_adapter.a is on meta, x on cpu",
+    ),
+    "dtype of an adapter": (
+        {},
+        {"up_adapter": _adapter(6, 4, dtype=torch.int32)},
+        TypeError,
+        "up_adapter.a must be floating point",
+    ),
+    "complex adapter": (
+        {},
+        {"up_adapter": _adapter(6, 4, dtype=torch.complex64)},
+        TypeError,
+        "up_adapter.a is torch.complex64",
+    ),
+    "scale of an adapter": (
+        {},
+        {"down_adapter": _adapter(5, 6, scale=float("nan"))},
+        ValueError,
+        "down_adapter.scale must be a finite",
+    ),
+    "a tuple as adapter": (
+        {},
+        {"up_adapter": (torch.ones(2, 4), torch.ones(6, 2))},
+        TypeError,
+        "must be a fused_remat.LowRank or None",
+    ),
+    "factor that is no tensor": (
+        {},
+        {"up_adapter": fused_remat.LowRank(torch.ones(2, 4), None)},
+        TypeError,
+        "up_adapter.b must be a tensor",
+    ),
+    "gate_adapter alone": (
+        {"w_gate": None, "b_gate": None},
+        {"gate_adapter": _adapter(6, 4)},
+        ValueError,
+        "gate_adapter was given without w_gate",
+    ),
     "activation": ({}, {"activation": "swish"}, ValueError, "activation must be one of gelu.*got 'swish'"),
     "keep name": ({}, {"keep": ("hidden",)}, ValueError, "keep names.*hidden"),
     "keep gate of a plain layer": (
@@ -97,6 +168,20 @@ def test_the_op_checks_its_own_arguments():
     bad = {
         "x has 3 features": (given["x"][:, :3], *layer, *good),
         "w_down has": (given["x"], layer[0], layer[1][:, :4], *layer[2:], *good),
+        "up_a and up_b must be": (given["x"], *layer[:8], *[torch.ones(2, 3)] * 2, *layer[10:], *good),
+        "down_a must be": (given["x"], *layer[:12], *[torch.ones(6)] * 2, *layer[14:], *good),
+        "gate_b go together": (given["x"], *layer[:10], torch.ones(2, 4), *layer[11:], *good),
+        "gate_a was given without": (
+            given["x"],
+            *layer[:4],
+            None,
+            None,
+            *layer[6:10],
+            torch.ones(2, 4),
+            torch.ones(6, 2),
+            *layer[12:],
+            *good,
+        ),
         "b_up must be": (given["x"], *layer[:2], layer[2][:3], *layer[3:], *good),
         "activation": (given["x"], *layer, "swish", *good[1:]),
         "dropout_p": (given["x"], *layer, "gelu", 1.0, *good[2:]),

@@ -9,6 +9,8 @@
 #include <algorithm>
 
 #include "../mlp_calls.h"
+#include "gradient_sum.h"
+#include "low_rank.h"
 #include "tiles.h"
 
 namespace fused_remat {
@@ -16,45 +18,6 @@ namespace fused_remat {
 using at::Tensor;
 
 namespace {
-
-// A gradient whose tiles are sums over the other axis. The sum lives in the gradient itself where
-// that is as wide as a sum must be or has one term; else in the workspace, if the gradient's axis
-// is the outer loop (a chunk is finished before the next begins), else in an fp32 tensor of the
-// gradient's full size.
-class GradientSum {
- public:
-  GradientSum() = default;
-  GradientSum(
-      const Tensor& gradient, int64_t axis, bool outer, bool one_term, int64_t width,
-      const MlpPrecision& precision, Workspace& workspace)
-      : gradient_(gradient), axis_(axis) {
-    const bool direct = gradient.scalar_type() == precision.accumulate ||
-                        (one_term && gradient.scalar_type() == precision.gemm);
-    if (direct) {
-      whole_ = gradient;
-    } else if (outer) {
-      chunk_ = workspace.take(gradient.size(1 - axis) * width, precision.accumulate);
-    } else {
-      whole_ = at::empty_like(gradient, gradient.options().dtype(precision.accumulate));
-    }
-  }
-
-  Tensor tile(int64_t start, int64_t width) const {
-    if (whole_.defined()) return whole_.narrow(axis_, start, width);
-    return axis_ == 0 ? matrix(chunk_, width, gradient_.size(1))
-                      : matrix(chunk_, gradient_.size(0), width);
-  }
-  void finish_chunk(int64_t start, int64_t width) const {
-    if (chunk_.defined()) gradient_.narrow(axis_, start, width).copy_(tile(start, width));
-  }
-  void finish() const {
-    if (whole_.defined() && !whole_.is_same(gradient_)) gradient_.copy_(whole_);
-  }
-
- private:
-  Tensor gradient_, whole_, chunk_;
-  int64_t axis_ = 0;
-};
 
 class BackwardPass {
  public:
@@ -67,17 +30,14 @@ class BackwardPass {
         wanted_(wanted),
         wide_(wide),
         pre_wanted_(
-            wanted[kDwUp] || wanted[kDbUp] || wanted[kDwGate] || wanted[kDbGate] || wants_x()),
+            any({kDwUp, kDbUp, kDwGate, kDbGate, kDUpA, kDUpB, kDGateA, kDGateB}) || wants_x()),
         sizes_(mlp_sizes(x, layer)),
         precision_(mlp_precision(options.compute_dtype, options.backend, x.is_cpu())),
         x_(as_rows(x)),
         dy_(as_rows(dy)),
         up_(up),
         gate_(gate),
-        packing_{
-            options.norm || x_.scalar_type() != precision_.gemm || !has_dense_rows(x_),
-            dy_.scalar_type() != precision_.gemm || !has_dense_rows(dy_),
-            !dense_weights(layer, precision_.gemm)},
+        packing_(packing()),
         plan_(plan_tiles(
             sizes_.rows, sizes_.hidden_features, backward_by_features(sizes_),
             backward_cost(
@@ -85,16 +45,21 @@ class BackwardPass {
                 x.scalar_type(), layer.w_up.scalar_type(), bool(options.norm)),
             options.workspace)),
         workspace_(plan_.bytes, x.device()),
-        weights_(layer, sizes_, packing_.weights, plan_.features, precision_.gemm, workspace_),
-        tile_{seed, options.activation, options.dropout_p, 0, 0, sizes_.hidden_features} {
-    make_gradients(x);
+        weights_(
+            layer, sizes_, packing_, /*down_rows=*/true, plan_.features, precision_.gemm,
+            workspace_),
+        tile_{seed, options.activation, options.dropout_p, 0, 0, sizes_.hidden_features},
+        gradients_(make_gradients(x)),
+        factors_(layer, precision_.gemm, workspace_),
+        adapters_(
+            layer, sizes_, precision_, wanted, wants_x(), plan_, gradients_, factors_, workspace_) {
     take_buffers();
   }
 
   MlpGradients run() {
     if (plan_.by_features) {
       over_features([&](int64_t f0, int64_t features) {
-        const MlpLayer weights = weights_.tile(f0, features);
+        const MlpLayer& weights = weights_.tile(f0, features);
         over_rows([&](int64_t m0, int64_t rows) { tile(rows_tile(m0, rows), m0, f0, weights); });
         for (const GradientSum& sum : {dw_up_, dw_gate_, dw_down_}) sum.finish_chunk(f0, features);
       });
@@ -107,10 +72,11 @@ class BackwardPass {
         finish_rows(m0, rows);
       });
     }
-    if (plan_.by_features && options_.norm && wants_x())
+    if (plan_.by_features && (adapters_.takes_rows() || (options_.norm && wants_x())))
       over_rows([&](int64_t m0, int64_t rows) { finish_rows(m0, rows); });
     if (!options_.norm) dx_.finish();
     for (const GradientSum& sum : {dw_up_, dw_gate_, dw_down_}) sum.finish();
+    adapters_.finish();
     for (const MlpGradient vector : {kDbUp, kDbGate, kDbDown, kDNormWeight, kDNormBias})
       if (wanted_[vector] && !vector_sums_[vector].is_same(gradients_[vector]))
         gradients_[vector].copy_(vector_sums_[vector]);
@@ -133,11 +99,30 @@ class BackwardPass {
       body(f0, std::min(plan_.features, sizes_.hidden_features - f0));
   }
 
+  bool any(std::initializer_list<MlpGradient> of) const {
+    return std::any_of(of.begin(), of.end(), [&](MlpGradient which) { return wanted_[which]; });
+  }
   // Whether the gradient of what the projections take from x flows anywhere.
-  bool wants_x() const { return wanted_[kDx] || wanted_[kDNormWeight] || wanted_[kDNormBias]; }
+  bool wants_x() const { return any({kDx, kDNormWeight, kDNormBias}); }
+  bool wants_hidden() const { return any({kDwDown, kDDownA, kDDownB}); }
 
-  // dx of rows whose sum is complete.
+  MlpPacking packing() const {
+    const bool dense = dense_weights(layer_, precision_.gemm);
+    const auto pack = [&](const Tensor& rows, bool made) {
+      return made || rows.scalar_type() != precision_.gemm || !has_dense_rows(rows);
+    };
+    return {
+        pack(x_, options_.norm || sizes_.ranks_in() > 0), pack(dy_, sizes_.rank_down > 0),
+        !dense || sizes_.ranks_in() > 0, !dense || sizes_.rank_down > 0};
+  }
+
+  // The gradients that take whole sums over the features of these rows.
   void finish_rows(int64_t m0, int64_t rows) {
+    if (adapters_.takes_rows() && sizes_.hidden_features > 0) {
+      const RowsTile inputs = rows_tile(m0, rows);
+      adapters_.finish_rows(
+          inputs.x, inputs.dy, m0, wants_x() ? dx_.tile(m0, rows) : Tensor(), product_);
+    }
     if (!options_.norm) return dx_.finish_chunk(m0, rows);
     if (!wants_x()) return;
     const auto wanted_sum = [&](MlpGradient which) {
@@ -151,7 +136,8 @@ class BackwardPass {
         wanted_sum(kDNormWeight), wanted_sum(kDNormBias));
   }
 
-  void make_gradients(const Tensor& x) {
+  MlpGradients make_gradients(const Tensor& x) {
+    MlpGradients made;
     const bool no_tiles = sizes_.rows == 0 || sizes_.hidden_features == 0;
     const auto like = [&](MlpGradient which, const Tensor& operand) {
       if (!wanted_[which]) return at::empty({0}, operand.options());
@@ -168,17 +154,27 @@ class BackwardPass {
       return direct ? sum : at::empty_like(*bias);
     };
     // x may overlap itself or skip memory; its gradient is dense.
-    gradients_[kDx] = !wanted_[kDx] ? at::empty({0}, x.options())
-                      : no_tiles    ? at::zeros(x.sizes(), x.options())
-                                    : at::empty(x.sizes(), x.options());
-    gradients_[kDwUp] = like(kDwUp, layer_.w_up);
-    gradients_[kDwDown] = like(kDwDown, layer_.w_down);
-    gradients_[kDwGate] = like(kDwGate, layer_.w_gate.value_or(layer_.w_up));
-    gradients_[kDbUp] = vector_like(kDbUp, layer_.b_up);
-    gradients_[kDbDown] = vector_like(kDbDown, layer_.b_down);
-    gradients_[kDbGate] = vector_like(kDbGate, layer_.b_gate);
-    gradients_[kDNormWeight] = vector_like(kDNormWeight, options_.norm.weight);
-    gradients_[kDNormBias] = vector_like(kDNormBias, options_.norm.bias);
+    made[kDx] = !wanted_[kDx] ? at::empty({0}, x.options())
+                : no_tiles    ? at::zeros(x.sizes(), x.options())
+                              : at::empty(x.sizes(), x.options());
+    made[kDwUp] = like(kDwUp, layer_.w_up);
+    made[kDwDown] = like(kDwDown, layer_.w_down);
+    made[kDwGate] = like(kDwGate, layer_.w_gate.value_or(layer_.w_up));
+    made[kDbUp] = vector_like(kDbUp, layer_.b_up);
+    made[kDbDown] = vector_like(kDbDown, layer_.b_down);
+    made[kDbGate] = vector_like(kDbGate, layer_.b_gate);
+    made[kDNormWeight] = vector_like(kDNormWeight, options_.norm.weight);
+    made[kDNormBias] = vector_like(kDNormBias, options_.norm.bias);
+    const auto factor_like = [&](MlpGradient which, const OptionalTensor& factor) {
+      made[which] = like(which, factor.value_or(x));
+    };
+    factor_like(kDUpA, layer_.up_adapter.a);
+    factor_like(kDUpB, layer_.up_adapter.b);
+    factor_like(kDGateA, layer_.gate_adapter.a);
+    factor_like(kDGateB, layer_.gate_adapter.b);
+    factor_like(kDDownA, layer_.down_adapter.a);
+    factor_like(kDDownB, layer_.down_adapter.b);
+    return made;
   }
 
   void take_buffers() {
@@ -190,19 +186,22 @@ class BackwardPass {
     dup_ = take(pre_wanted_, elements);
     dgate_ = take(sizes_.gated, elements);
     scratch_ = take(options_.backend == "aten", elements);
-    packed_x_ = take(packing_.x, plan_.rows * sizes_.d_in);
-    packed_dy_ = take(packing_.dy, plan_.rows * sizes_.d_out);
+    packed_x_ = take(packing_.x, plan_.rows * sizes_.x_stride());
+    packed_dy_ = take(packing_.dy, plan_.rows * sizes_.dy_stride());
+    const int64_t rank = sizes_.widest_rank(), wider = std::max(sizes_.d_in, sizes_.d_out);
     product_ = take(
         precision_.gemm != precision_.accumulate,
-        std::max(plan_.rows * sizes_.d_in, plan_.features * std::max(sizes_.d_in, sizes_.d_out)));
+        std::max(
+            {plan_.rows * std::max(sizes_.d_in, rank), plan_.features * std::max(wider, rank),
+             wider * rank}));
     const auto sum = [&](MlpGradient which, int64_t axis) {
       const bool by_rows = which == kDx;
       if (!(by_rows ? wants_x() : wanted_[which])) return GradientSum();
       const Tensor gradient = by_rows ? dx_target() : gradients_[which];
-      // Gated layers add two products to each tile of dx.
-      const bool one_term =
-          by_rows ? plan_.features >= sizes_.hidden_features && !sizes_.gated && !options_.norm
-                  : plan_.rows >= sizes_.rows;
+      // Gated layers and adapters add further products to each tile of dx.
+      const bool one_term = by_rows ? plan_.features >= sizes_.hidden_features && !sizes_.gated &&
+                                          !options_.norm && sizes_.ranks_in() == 0
+                                    : plan_.rows >= sizes_.rows;
       const bool outer = by_rows != plan_.by_features;
       return GradientSum(
           gradient, axis, outer, one_term, by_rows ? plan_.rows : plan_.features, precision_,
@@ -225,10 +224,15 @@ class BackwardPass {
   // row.
   RowsTile rows_tile(int64_t m0, int64_t rows) {
     if (m0 != packed_row0_) {
-      rows_ = {
-          ready_rows(
-              options_.backend, x_.narrow(0, m0, rows), options_.norm, precision_, packed_x_),
-          packed(dy_.narrow(0, m0, rows), packed_dy_)};
+      const Tensor x = x_.narrow(0, m0, rows), dy = dy_.narrow(0, m0, rows);
+      if (pre_wanted_ || wants_hidden())
+        rows_ = {
+            rows_with_adapters(
+                options_.backend, x, options_.norm, precision_, layer_, sizes_, factors_,
+                packed_x_),
+            gradient_rows_with_adapters(dy, layer_, sizes_, factors_, packed_dy_)};
+      else
+        rows_ = {x, packed(dy, packed_dy_)};
       packed_row0_ = m0;
     }
     return rows_;
@@ -237,20 +241,25 @@ class BackwardPass {
   void tile(const RowsTile& inputs, int64_t m0, int64_t f0, const MlpLayer& weights) {
     const int64_t rows = inputs.x.size(0), features = weights.w_up.size(0);
     if (wanted_[kDbDown] && f0 == 0)
-      calls::column_sums(options_.backend, inputs.dy, vector_sums_[kDbDown]);
-    if (!pre_wanted_ && !wanted_[kDwDown]) return;
+      calls::column_sums(
+          options_.backend, inputs.dy.narrow(1, 0, sizes_.d_out), vector_sums_[kDbDown]);
+    if (!pre_wanted_ && !wants_hidden()) return;
     const MlpBuffers made = stage1(inputs, m0, f0, weights);
     const bool first_rows = m0 == 0, first_features = f0 == 0;
-    if (wanted_[kDwDown])
-      add_product(dw_down_.tile(f0, features), inputs.dy.t(), made.hidden, first_rows, product_);
+    const auto in = [&](const Tensor& matrix) { return matrix.narrow(1, 0, sizes_.d_in); };
+    adapters_.add_tile({inputs.x, inputs.dy, weights, made, m0, f0}, product_);
+    if (wanted_[kDwDown]) {
+      const Tensor dy = inputs.dy.narrow(1, 0, sizes_.d_out);
+      add_product(dw_down_.tile(f0, features), dy.t(), made.hidden, first_rows, product_);
+    }
     if (wanted_[kDwUp])
-      add_product(dw_up_.tile(f0, features), made.dup.t(), inputs.x, first_rows, product_);
+      add_product(dw_up_.tile(f0, features), made.dup.t(), in(inputs.x), first_rows, product_);
     if (wanted_[kDwGate])
-      add_product(dw_gate_.tile(f0, features), made.dgate.t(), inputs.x, first_rows, product_);
+      add_product(dw_gate_.tile(f0, features), made.dgate.t(), in(inputs.x), first_rows, product_);
     if (!wants_x()) return;
-    add_product(dx_.tile(m0, rows), made.dup, weights.w_up, first_features, product_);
-    if (sizes_.gated)
-      add_product(dx_.tile(m0, rows), made.dgate, *weights.w_gate, /*first=*/false, product_);
+    const Tensor dx = dx_.tile(m0, rows);
+    add_product(dx, made.dup, in(weights.w_up), first_features, product_);
+    if (sizes_.gated) add_product(dx, made.dgate, in(*weights.w_gate), /*first=*/false, product_);
   }
 
   MlpBuffers stage1(const RowsTile& inputs, int64_t m0, int64_t f0, const MlpLayer& weights) {
@@ -281,10 +290,12 @@ class BackwardPass {
   const MlpPacking packing_;
   const TilePlan plan_;
   Workspace workspace_;
-  const WeightTiles weights_;
+  WeightTiles weights_;
   MlpTile tile_;
-  MlpGradients gradients_;
   MlpGradients vector_sums_;  // only the entries of biases and the norm
+  const MlpGradients gradients_;
+  const RowFactors factors_;
+  const AdapterGradients adapters_;
   GradientSum dx_, dw_up_, dw_gate_, dw_down_;
   RowsTile rows_;
   int64_t packed_row0_ = -1;

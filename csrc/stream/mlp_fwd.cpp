@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "../mlp_calls.h"
+#include "low_rank.h"
 #include "tiles.h"
 
 namespace fused_remat {
@@ -25,9 +26,7 @@ class ForwardPass {
         sizes_(mlp_sizes(x, layer)),
         precision_(mlp_precision(options.compute_dtype, options.backend, x.is_cpu())),
         x_(as_rows(x)),
-        packing_{
-            options.norm || x_.scalar_type() != precision_.gemm || !has_dense_rows(x_), false,
-            !dense_weights(layer, precision_.gemm)},
+        packing_(packing()),
         plan_(plan_tiles(
             sizes_.rows, sizes_.hidden_features, /*by_features=*/false,
             forward_cost(
@@ -35,7 +34,11 @@ class ForwardPass {
                 bool(options.norm)),
             options.workspace)),
         workspace_(plan_.bytes, x.device()),
-        weights_(layer, sizes_, packing_.weights, plan_.features, precision_.gemm, workspace_),
+        weights_(
+            layer, sizes_, packing_, /*down_rows=*/false, plan_.features, precision_.gemm,
+            workspace_),
+        factors_(layer, precision_.gemm, workspace_),
+        down_adapter_(layer, sizes_, precision_, factors_, plan_, workspace_),
         tile_{seed, options.activation, options.dropout_p, 0, 0, sizes_.hidden_features} {
     const auto residual = x.options().dtype(precision_.compute);
     up_ = at::empty({sizes_.rows, keep.up}, residual);
@@ -54,37 +57,47 @@ class ForwardPass {
   }
 
  private:
+  MlpPacking packing() const {
+    const bool adapted = sizes_.ranks_in() > 0, dense = dense_weights(layer_, precision_.gemm);
+    return {
+        options_.norm || adapted || x_.scalar_type() != precision_.gemm || !has_dense_rows(x_),
+        false, adapted || !dense, !dense};
+  }
+
   void take_buffers() {
     const int64_t elements = plan_.rows * plan_.features;
     hidden_ = workspace_.take(elements, precision_.gemm);
     if (sizes_.gated) scratch_ = workspace_.take(elements, precision_.gemm);
-    if (packing_.x) packed_x_ = workspace_.take(plan_.rows * sizes_.d_in, precision_.gemm);
+    if (packing_.x) packed_x_ = workspace_.take(plan_.rows * sizes_.x_stride(), precision_.gemm);
     // y itself holds the sum over feature chunks where it is as wide as a sum must be, or where
     // there is one term.
     const bool one_term = plan_.features >= sizes_.hidden_features;
-    if (precision_.compute == precision_.accumulate ||
-        (one_term && precision_.compute == precision_.gemm))
-      return;
-    y_sum_ = workspace_.take(plan_.rows * sizes_.d_out, precision_.accumulate);
-    if (precision_.gemm != precision_.accumulate)
-      product_ = workspace_.take(plan_.rows * sizes_.d_out, precision_.gemm);
+    const bool direct = precision_.compute == precision_.accumulate ||
+                        (one_term && precision_.compute == precision_.gemm);
+    if (!direct) y_sum_ = workspace_.take(plan_.rows * sizes_.d_out, precision_.accumulate);
+    if (precision_.gemm != precision_.accumulate && (!direct || sizes_.rank_down > 0))
+      product_ =
+          workspace_.take(plan_.rows * std::max(sizes_.d_out, sizes_.rank_down), precision_.gemm);
   }
 
   void token_chunk(int64_t m0, int64_t rows, const Tensor& rows_of_y) {
-    const Tensor x =
-        ready_rows(options_.backend, x_.narrow(0, m0, rows), options_.norm, precision_, packed_x_);
+    const Tensor x = rows_with_adapters(
+        options_.backend, x_.narrow(0, m0, rows), options_.norm, precision_, layer_, sizes_,
+        factors_, packed_x_);
     Tensor y = rows_of_y.narrow(0, m0, rows);
     Tensor sum = y_sum_.defined() ? matrix(y_sum_, rows, sizes_.d_out) : y;
     for (int64_t f0 = 0; f0 < sizes_.hidden_features; f0 += plan_.features) {
       const int64_t features = std::min(plan_.features, sizes_.hidden_features - f0);
-      const MlpLayer weights = weights_.tile(f0, features);
+      const MlpLayer& weights = weights_.tile(f0, features);
       const Tensor hidden = hidden_tile(x, weights, m0, f0);
       const bool first = f0 == 0;
       if (first && layer_.b_down && sum.scalar_type() == hidden.scalar_type())
         at::addmm_out(sum, layer_.b_down->to(sum.scalar_type()), hidden, weights.w_down.t());
       else
         add_product(sum, hidden, weights.w_down.t(), first, product_);
+      down_adapter_.add_tile(hidden, f0, first, product_);
     }
+    if (sizes_.hidden_features > 0) down_adapter_.finish(sum, product_);
     finish(y, sum);
   }
 
@@ -116,7 +129,9 @@ class ForwardPass {
   const MlpPacking packing_;
   const TilePlan plan_;
   Workspace workspace_;
-  const WeightTiles weights_;
+  WeightTiles weights_;
+  const RowFactors factors_;
+  const DownAdapter down_adapter_;
   MlpTile tile_;
   Tensor up_, gate_;
   // Flat workspace pieces; undefined where not needed.

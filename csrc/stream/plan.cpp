@@ -13,6 +13,8 @@ constexpr int64_t kWide = 256;
 constexpr int64_t kWidthMultiples[] = {256, 8};
 // Buffers that a pass carves out of its workspace at the most; each may lose an alignment gap.
 constexpr int64_t kMaxBuffers = 16;
+// And for adapters beside these.
+constexpr int64_t kMaxAdapterBuffers = 8;
 // aten builds a dropout mask slab by slab with int64 temporaries of about this many bytes per mask
 // element ...
 constexpr int64_t kAtenMaskBytes = 80;
@@ -42,6 +44,13 @@ void add_mask_temporaries(TileCost& cost, const std::string& backend, bool dropo
   cost.feature += kAtenMaskBytes;
 }
 
+// Factors in the GEMM dtype, and the bytes of the alignment gaps.
+void add_row_factors(TileCost& cost, const MlpSizes& sizes, int64_t gemm) {
+  if (!sizes.adapted()) return;
+  cost.fixed += gemm * (sizes.ranks_in() * sizes.d_in + sizes.rank_down * sizes.d_out) +
+                kMaxAdapterBuffers * kWorkspaceAlignment;
+}
+
 // The widest outer chunk that fits next to `inner`; 0 when none does.
 template <class Bytes>
 int64_t capacity(int64_t outer_full, int64_t budget, const Bytes& bytes) {
@@ -65,7 +74,7 @@ int64_t equal_chunks(int64_t full, int64_t widest) {
 }  // namespace
 
 int64_t TileCost::bytes(int64_t rows, int64_t features) const {
-  return element * rows * features + row * rows + feature * features +
+  return fixed + element * rows * features + row * rows + feature * features +
          partial_sum * features * ceil_div(rows, kSumBlockRows) + kMaxBuffers * kWorkspaceAlignment;
 }
 
@@ -106,10 +115,15 @@ TileCost forward_cost(
   const int64_t gemm = size_of(precision.gemm), accumulate = size_of(precision.accumulate);
   TileCost cost;
   cost.element = gemm * (sizes.gated ? 2 : 1);
-  if (packing.x) cost.row += sizes.d_in * gemm;
-  if (packing.weights) cost.feature += sizes.weight_elements_per_feature() * gemm;
+  if (packing.x) cost.row += sizes.x_stride() * gemm;
+  if (packing.weights_in) cost.feature += sizes.x_stride() * (sizes.gated ? 2 : 1) * gemm;
+  if (packing.w_down) cost.feature += sizes.d_out * gemm;
+  cost.feature += sizes.rank_down * gemm;
   if (precision.compute != precision.accumulate) cost.row += sizes.d_out * accumulate;
-  if (precision.gemm != precision.accumulate) cost.row += sizes.d_out * gemm;
+  cost.row += sizes.rank_down * accumulate;
+  if (precision.gemm != precision.accumulate)
+    cost.row += (std::max(sizes.d_out, sizes.rank_down) + sizes.rank_down) * gemm;
+  add_row_factors(cost, sizes, gemm);
   if (norm) cost.row += norm_bytes_per_row(sizes.d_in, precision.accumulate);
   add_mask_temporaries(cost, backend, dropout);
   return cost;
@@ -125,15 +139,20 @@ TileCost backward_cost(
   TileCost cost;
   // hidden, dup, dgate; the ATen composition needs the activation's value beside them.
   cost.element = gemm * ((sizes.gated ? 3 : 2) + (backend == "aten" ? 1 : 0));
-  if (packing.x) cost.row += sizes.d_in * gemm;
-  if (packing.dy) cost.row += sizes.d_out * gemm;
-  if (packing.weights) cost.feature += per_feature * gemm;
+  if (packing.x) cost.row += sizes.x_stride() * gemm;
+  if (packing.dy) cost.row += sizes.dy_stride() * gemm;
+  if (packing.weights_in) cost.feature += sizes.x_stride() * (sizes.gated ? 2 : 1) * gemm;
+  if (packing.w_down) cost.feature += (sizes.d_out + sizes.rank_down) * gemm;
+  if (!by_features) cost.row += (sizes.ranks_in() + sizes.rank_down) * accumulate;
   if (!by_features && x_dtype != precision.accumulate) cost.row += sizes.d_in * accumulate;
   if (by_features && weight_dtype != precision.accumulate) cost.feature += per_feature * accumulate;
   if (precision.gemm != precision.accumulate) {
-    cost.row += sizes.d_in * gemm;
-    cost.feature += std::max(sizes.d_in, sizes.d_out) * gemm;
+    const int64_t rank = sizes.widest_rank();
+    cost.row += (std::max(sizes.d_in, rank) + rank) * gemm;
+    cost.feature += std::max({sizes.d_in, sizes.d_out, rank}) * gemm;
+    cost.fixed += std::max(sizes.d_in, sizes.d_out) * rank * gemm;
   }
+  add_row_factors(cost, sizes, gemm);
   // Partial sums of bias gradients: one per block of kSumBlockRows rows; the Triton kernels' blocks
   // are half as long at the least.
   const int64_t partials = backend == "cpp" ? 1 : backend == "triton" ? 2 : 0;
@@ -146,12 +165,15 @@ TileCost backward_cost(
 std::vector<int64_t> mlp_plan(
     int64_t rows, int64_t d_in, int64_t d_out, int64_t hidden_features, bool gated, bool backward,
     bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype, at::ScalarType compute_dtype,
-    int64_t workspace, std::string backend, std::string device, bool norm) {
-  const MlpSizes sizes{rows, d_in, d_out, hidden_features, gated};
+    int64_t workspace, std::string backend, std::string device, bool norm, at::IntArrayRef ranks) {
+  TORCH_CHECK_VALUE(ranks.size() == 3, "mlp_plan: ranks must be of up, gate and down");
+  const MlpSizes sizes{rows, d_in, d_out, hidden_features, gated, ranks[0], ranks[1], ranks[2]};
   const MlpPrecision precision = mlp_precision(compute_dtype, backend, device == "cpu");
+  const bool pack_weights = weight_dtype != precision.gemm;
   const MlpPacking packing{
-      norm || x_dtype != precision.gemm, compute_dtype != precision.gemm,
-      weight_dtype != precision.gemm};
+      norm || x_dtype != precision.gemm || sizes.ranks_in() > 0,
+      compute_dtype != precision.gemm || sizes.rank_down > 0, pack_weights || sizes.ranks_in() > 0,
+      pack_weights || (backward && sizes.rank_down > 0)};
   const TileCost cost =
       backward
           ? backward_cost(sizes, precision, packing, backend, dropout, x_dtype, weight_dtype, norm)

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -15,6 +16,7 @@ struct TileCost {
   int64_t element = 0;  // per rows * features
   int64_t row = 0;
   int64_t feature = 0;
+  int64_t fixed = 0;
   int64_t partial_sum = 0;  // per feature and block of kSumBlockRows rows
 
   int64_t bytes(int64_t rows, int64_t features) const;
@@ -44,8 +46,23 @@ struct MlpSizes {
   int64_t d_out;            // Do
   int64_t hidden_features;  // F
   bool gated;
+  // Ranks of the adapters, 0 where there is none.
+  int64_t rank_up = 0;
+  int64_t rank_gate = 0;
+  int64_t rank_down = 0;
 
   int64_t weight_elements_per_feature() const { return d_in * (gated ? 2 : 1) + d_out; }
+  int64_t ranks_in() const { return rank_up + rank_gate; }
+  int64_t widest_rank() const { return std::max({rank_up, rank_gate, rank_down}); }
+  bool adapted() const { return widest_rank() > 0; }
+  // Row strides of x and dy as the tiles take them, with the columns of adapters (low_rank.h).
+  int64_t x_stride() const { return with_columns(d_in, ranks_in()); }
+  int64_t dy_stride() const { return with_columns(d_out, rank_down); }
+
+  // Rows of odd widths keep the alignment that fast loads need.
+  static int64_t with_columns(int64_t width, int64_t extra) {
+    return extra == 0 ? width : (width + extra + 7) / 8 * 8;
+  }
 };
 
 // compute: what pre-activations and y round to. gemm: dtype of the library GEMMs. accumulate: dtype
@@ -61,7 +78,8 @@ MlpPrecision mlp_precision(at::ScalarType compute, const std::string& backend, b
 struct MlpPacking {
   bool x;
   bool dy;
-  bool weights;
+  bool weights_in;  // w_up and w_gate
+  bool w_down;
 };
 
 // Feature chunks iff the fp32 dx [M, D] is smaller than the fp32 dW that token chunks would
@@ -74,10 +92,11 @@ TileCost backward_cost(
     const MlpSizes&, const MlpPrecision&, const MlpPacking&, const std::string& backend,
     bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype, bool norm);
 
-// The op `mlp_plan`: {axis, rows, features, bytes} for operands that lie densely in memory.
+// The op `mlp_plan`: {axis, rows, features, bytes} for operands that lie densely in memory. `ranks`
+// of the adapters of w_up, w_gate and w_down.
 std::vector<int64_t> mlp_plan(
     int64_t rows, int64_t d_in, int64_t d_out, int64_t hidden_features, bool gated, bool backward,
     bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype, at::ScalarType compute_dtype,
-    int64_t workspace, std::string backend, std::string device, bool norm);
+    int64_t workspace, std::string backend, std::string device, bool norm, at::IntArrayRef ranks);
 
 }  // namespace fused_remat

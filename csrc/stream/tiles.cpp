@@ -63,26 +63,55 @@ Tensor residual_tile(
 }
 
 WeightTiles::WeightTiles(
-    const MlpLayer& layer, const MlpSizes& sizes, bool pack, int64_t features, at::ScalarType gemm,
-    Workspace& workspace)
-    : layer_(layer) {
-  if (!pack) return;
-  w_up_ = workspace.take(features * sizes.d_in, gemm);
-  if (sizes.gated) w_gate_ = workspace.take(features * sizes.d_in, gemm);
-  w_down_ = workspace.take(features * sizes.d_out, gemm);
+    const MlpLayer& layer, const MlpSizes& sizes, const MlpPacking& packing, bool down_rows,
+    int64_t features, at::ScalarType gemm, Workspace& workspace)
+    : layer_(layer), sizes_(sizes), down_rows_(down_rows && sizes.rank_down > 0) {
+  if (packing.weights_in) {
+    w_up_ = workspace.take(features * sizes.x_stride(), gemm);
+    if (sizes.gated) w_gate_ = workspace.take(features * sizes.x_stride(), gemm);
+  }
+  if (packing.w_down)
+    w_down_ = workspace.take(features * (sizes.d_out + (down_rows_ ? sizes.rank_down : 0)), gemm);
 }
 
-MlpLayer WeightTiles::tile(int64_t feature0, int64_t features) const {
+const MlpLayer& WeightTiles::tile(int64_t feature0, int64_t features) {
+  if (feature0 == feature0_ && features == features_) return tile_;
+  feature0_ = feature0;
+  features_ = features;
   const auto bias = [&](const OptionalTensor& b) -> OptionalTensor {
     return b ? OptionalTensor(b->narrow(0, feature0, features).contiguous()) : std::nullopt;
   };
-  MlpLayer tile;
-  tile.w_up = packed(layer_.w_up.narrow(0, feature0, features), w_up_);
-  tile.w_down = packed(layer_.w_down.narrow(1, feature0, features), w_down_);
-  if (layer_.gated()) tile.w_gate = packed(layer_.w_gate->narrow(0, feature0, features), w_gate_);
-  tile.b_up = bias(layer_.b_up);
-  tile.b_gate = bias(layer_.b_gate);
-  return tile;
+  tile_.w_up = tile_in(layer_.w_up, layer_.up_adapter, 0, w_up_);
+  tile_.w_down = tile_down();
+  if (layer_.gated())
+    tile_.w_gate = tile_in(*layer_.w_gate, layer_.gate_adapter, sizes_.rank_up, w_gate_);
+  tile_.b_up = bias(layer_.b_up);
+  tile_.b_gate = bias(layer_.b_gate);
+  return tile_;
+}
+
+Tensor WeightTiles::tile_in(
+    const Tensor& w, const LowRank& adapter, int64_t column, const Tensor& flat) const {
+  const Tensor tile = w.narrow(0, feature0_, features_);
+  if (sizes_.ranks_in() == 0) return packed(tile, flat);
+  const Tensor wide =
+      matrix(flat, features_, sizes_.x_stride()).narrow(1, 0, sizes_.d_in + sizes_.ranks_in());
+  wide.narrow(1, 0, sizes_.d_in).copy_(tile);
+  const Tensor columns = wide.narrow(1, sizes_.d_in, sizes_.ranks_in());
+  if (adapter.rank() < sizes_.ranks_in()) columns.zero_();
+  if (adapter)
+    columns.narrow(1, column, adapter.rank()).copy_(adapter.b->narrow(0, feature0_, features_));
+  return wide;
+}
+
+Tensor WeightTiles::tile_down() const {
+  const Tensor tile = layer_.w_down.narrow(1, feature0_, features_);
+  if (!down_rows_) return packed(tile, w_down_);
+  const Tensor tall = matrix(w_down_, sizes_.d_out + sizes_.rank_down, features_);
+  tall.narrow(0, 0, sizes_.d_out).copy_(tile);
+  tall.narrow(0, sizes_.d_out, sizes_.rank_down)
+      .copy_(layer_.down_adapter.a->narrow(1, feature0_, features_));
+  return tall;
 }
 
 void add_product(
@@ -99,12 +128,26 @@ void add_product(
 
 MlpSizes mlp_sizes(const Tensor& x, const MlpLayer& layer) {
   return {
-      row_count(x), layer.w_up.size(1), layer.w_down.size(0), layer.w_up.size(0), layer.gated()};
+      row_count(x),  layer.w_up.size(1),      layer.w_down.size(0),      layer.w_up.size(0),
+      layer.gated(), layer.up_adapter.rank(), layer.gate_adapter.rank(), layer.down_adapter.rank()};
 }
 
 bool dense_weights(const MlpLayer& layer, at::ScalarType gemm) {
   const auto fits = [&](const Tensor& w) { return w.scalar_type() == gemm && is_dense_weight(w); };
   return fits(layer.w_up) && fits(layer.w_down) && (!layer.gated() || fits(*layer.w_gate));
+}
+
+static void check_adapter(const LowRank& adapter, const char* name, int64_t out, int64_t in) {
+  TORCH_CHECK_VALUE(
+      adapter.a.has_value() == adapter.b.has_value(), "mlp: ", name, "_a and ", name,
+      "_b go together");
+  if (!adapter) return;
+  TORCH_CHECK_VALUE(adapter.a->dim() == 2, "mlp: ", name, "_a must be [r, in]");
+  const int64_t a[] = {adapter.rank(), in}, b[] = {out, adapter.rank()};
+  TORCH_CHECK_VALUE(
+      adapter.a->sizes() == at::IntArrayRef(a) && adapter.b->sizes() == at::IntArrayRef(b),
+      "mlp: ", name, "_a and ", name, "_b must be [r, ", in, "] and [", out, ", r], got ",
+      adapter.a->sizes(), " and ", adapter.b->sizes());
 }
 
 void check_mlp(
@@ -138,6 +181,10 @@ void check_mlp(
   check_bias(layer.b_up, "b_up", f);
   check_bias(layer.b_gate, "b_gate", f);
   check_bias(layer.b_down, "b_down", layer.w_down.size(0));
+  check_adapter(layer.up_adapter, "up", f, d);
+  check_adapter(layer.gate_adapter, "gate", f, d);
+  check_adapter(layer.down_adapter, "down", layer.w_down.size(0), f);
+  TORCH_CHECK_VALUE(layer.gated() || !layer.gate_adapter, "mlp: gate_a was given without w_gate");
   check_bias(options.norm.weight, "norm_weight", d);
   check_bias(options.norm.bias, "norm_bias", d);
 }

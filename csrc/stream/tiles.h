@@ -55,17 +55,28 @@ at::Tensor ready_rows(
 at::Tensor residual_tile(
     const at::Tensor& residual, int64_t row0, int64_t rows, int64_t feature0, int64_t features);
 
-// The weights of the features [feature0, feature0 + features), packed where buffers are given.
+// The weights of the features [feature0, feature0 + features), packed where that is asked for. With
+// adapters of the input's projections w_up is [w_up, b of up, 0] and w_gate is [w_gate, 0, b of
+// gate]; `down_rows` appends a of the down adapter to the rows of w_down.
 class WeightTiles {
  public:
   WeightTiles(
-      const MlpLayer& layer, const MlpSizes& sizes, bool pack, int64_t features,
-      at::ScalarType gemm, Workspace& workspace);
-  MlpLayer tile(int64_t feature0, int64_t features) const;
+      const MlpLayer& layer, const MlpSizes& sizes, const MlpPacking& packing, bool down_rows,
+      int64_t features, at::ScalarType gemm, Workspace& workspace);
+  const MlpLayer& tile(int64_t feature0, int64_t features);
 
  private:
+  at::Tensor tile_in(
+      const at::Tensor& w, const LowRank& adapter, int64_t column, const at::Tensor& flat) const;
+  at::Tensor tile_down() const;
+
   const MlpLayer& layer_;
+  const MlpSizes& sizes_;
+  const bool down_rows_;
   at::Tensor w_up_, w_gate_, w_down_;
+  // The tile that was asked for last.
+  MlpLayer tile_;
+  int64_t feature0_ = -1, features_ = -1;
 };
 
 // out = a b, or out += a b; where `out` has another dtype than a, through `flat_product`.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fused_remat.convert.adapters import base_of
 from fused_remat.convert.behaviour import Observation, computes_tokens_apart, observe, why_not_mlp
 from fused_remat.convert.fused import INTERLEAVED, Fused, Layout, Path, find, why_changed
 from fused_remat.convert.near_misses import NEAR_MISSES
@@ -53,7 +54,7 @@ def _settle(layer: nn.Module, proposal: Proposal, keep: Keep, known: set[Layout]
     reason = proposal.near_miss
     observed: dict[tuple[Path, bool], list[Observation] | str] = {}  # by the last linear, and whether one is packed
     for layout in sorted(proposal.layouts, key=lambda layout: layout not in known):
-        linears = (find(layer, path) for path in layout.linears)
+        linears = (base_of(find(layer, path)) for path in layout.linears)
         linear = next((type(part) for part in linears if is_conv1d(part)), nn.Linear)
         key = layout.down, bool(layout.packed)
         if key not in observed:

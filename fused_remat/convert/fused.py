@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from fused_remat import functional
+from fused_remat.convert.adapters import adapted
 from fused_remat.convert.norms import source_of
-from fused_remat.plain import is_plain_input, why_not_plain, why_not_plain_linear, why_watched, why_weights_unfit
-from fused_remat.settings import Keep, Norm
+from fused_remat.plain import is_plain_input, why_not_plain, why_watched, why_weights_unfit
+from fused_remat.settings import Keep, LowRank, Norm
 
 Path = tuple[str, ...]
 
@@ -106,10 +107,12 @@ def why_changed(layer: nn.Module, fused: Fused) -> str | None:
     """Why `layer` must run its own code: what is not plain, or no longer what conversion saw; None if nothing."""
     if fused.children is not None and tuple(layer._modules) != fused.children:
         return f"its children are no longer {', '.join(fused.children)}"
+    weights = []
     for path in fused.layout.linears:
-        reason = why_not_plain_linear(find(layer, path), fused.linear)
-        if reason is not None:
-            return f"{'.'.join(path)} {reason}"
+        part = adapted(find(layer, path), fused.linear)
+        if isinstance(part, str):
+            return f"{'.'.join(path)} {part}"
+        weights.append(part.linear.weight)
     for path, cls in fused.parts:
         reason = why_not_plain(find(layer, path), cls)
         if reason is not None:
@@ -118,7 +121,7 @@ def why_changed(layer: nn.Module, fused: Fused) -> str | None:
         current = getattr(find(layer, path), name, None)
         if current is not value and current != value:
             return f"{'.'.join((*path, name))} is no longer {value!r}"
-    return why_weights_unfit(*[find(layer, path).weight for path in fused.layout.linears])
+    return why_weights_unfit(*weights)
 
 
 def why_stock(layer: nn.Module, fused: Fused, x: Tensor) -> str | None:
@@ -145,14 +148,18 @@ def run(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None = None) -> 
 def _mlp(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None) -> Tensor:
     layout = fused.layout
     dropout = find(layer, layout.dropout) if layout.dropout else None
-    w_up, b_up = _weight_and_bias(layer, fused, layout.up)
-    w_down, b_down = _weight_and_bias(layer, fused, layout.down)
-    w_gate, b_gate = None, None
+    w_up, b_up, up_adapter = _parameters(layer, fused, layout.up)
+    w_down, b_down, down_adapter = _parameters(layer, fused, layout.down)
+    w_gate, b_gate, gate_adapter = None, None, None
     if layout.packed:
         w_gate, w_up = layout.gate_and_up(w_up)
         b_gate, b_up = (None, None) if b_up is None else layout.gate_and_up(b_up)
+        if up_adapter is not None:
+            gate_adapter, up_adapter = (
+                LowRank(up_adapter.a, half, up_adapter.scale) for half in layout.gate_and_up(up_adapter.b)
+            )
     elif layout.gate:
-        w_gate, b_gate = _weight_and_bias(layer, fused, layout.gate)
+        w_gate, b_gate, gate_adapter = _parameters(layer, fused, layout.gate)
     return functional.mlp(
         x,
         w_up,
@@ -161,6 +168,9 @@ def _mlp(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None) -> Tensor
         b_down,
         w_gate=w_gate,
         b_gate=b_gate,
+        up_adapter=up_adapter,
+        gate_adapter=gate_adapter,
+        down_adapter=down_adapter,
         activation=layout.activation,
         dropout_p=0.0 if dropout is None else dropout.p,
         training=dropout is not None and dropout.training,
@@ -169,7 +179,8 @@ def _mlp(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None) -> Tensor
     )
 
 
-def _weight_and_bias(layer: nn.Module, fused: Fused, path: Path) -> tuple[Tensor, Tensor | None]:
-    """[out, in] and [out] of the linear at `path`."""
-    linear = find(layer, path)
-    return (linear.weight if fused.linear is nn.Linear else linear.weight.t()), linear.bias
+def _parameters(layer: nn.Module, fused: Fused, path: Path) -> tuple[Tensor, Tensor | None, LowRank | None]:
+    """Weight [out, in], bias [out] and adapter of the linear at `path`, once it is known to fit."""
+    part = adapted(find(layer, path), fused.linear)
+    weight = part.linear.weight
+    return (weight if fused.linear is nn.Linear else weight.t()), part.linear.bias, part.adapter

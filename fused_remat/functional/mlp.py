@@ -7,7 +7,18 @@ from torch import Tensor
 from fused_remat import budget, dispatch, reference
 from fused_remat._triton import arch_of
 from fused_remat.functional.operands import Operands, Prepared, check_dtypes, check_tensors, why_reference_only
-from fused_remat.settings import Keep, Norm, check_activation, check_dropout, check_keep, check_norm
+from fused_remat.settings import (
+    Keep,
+    LowRank,
+    Norm,
+    check_activation,
+    check_dropout,
+    check_keep,
+    check_low_rank,
+    check_norm,
+)
+
+ADAPTERS = ("up_adapter", "gate_adapter", "down_adapter")
 
 
 def mlp(
@@ -19,6 +30,9 @@ def mlp(
     *,
     w_gate: Tensor | None = None,  # [F, D]
     b_gate: Tensor | None = None,  # [F]
+    up_adapter: LowRank | None = None,
+    gate_adapter: LowRank | None = None,
+    down_adapter: LowRank | None = None,
     norm: Norm | None = None,
     activation: str = "gelu",
     dropout_p: float = 0.0,
@@ -36,6 +50,8 @@ def mlp(
         x, w_up, w_down, b_up, b_down, w_gate, b_gate: shapes above, weights as `nn.Linear` stores them. One device and
             one dtype (float64, float32, bfloat16, float16; others run on the reference path); under autocast the
             dtypes may differ.
+        up_adapter, gate_adapter, down_adapter: a `fused_remat.LowRank` that its weight carries. Of a frozen weight
+            backward makes the narrow products of its adapter alone; what adapters take in is rebuilt, not kept.
         norm: a `fused_remat.Norm` applied to x first; its result is not kept.
         activation: a name of `fused_remat.activations.ACTIVATIONS`.
         dropout_p: probability in [0, 1) of zeroing a hidden element, only if `training`. The mask is Philox4x32-10 of
@@ -53,8 +69,9 @@ def mlp(
         RuntimeError: a named backend (`fused_remat.backend`) cannot run this call.
     """
     return prepare_mlp(
-        x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate, norm=norm, activation=activation,
-        dropout_p=dropout_p, training=training, keep=keep, workspace=workspace,
+        x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate, up_adapter=up_adapter, gate_adapter=gate_adapter,
+        down_adapter=down_adapter, norm=norm, activation=activation, dropout_p=dropout_p, training=training, keep=keep,
+        workspace=workspace,
     ).run()  # fmt: skip
 
 
@@ -67,6 +84,9 @@ def prepare_mlp(
     *,
     w_gate: Tensor | None,
     b_gate: Tensor | None,
+    up_adapter: LowRank | None,
+    gate_adapter: LowRank | None,
+    down_adapter: LowRank | None,
     norm: Norm | None,
     activation: str,
     dropout_p: float,
@@ -76,13 +96,17 @@ def prepare_mlp(
 ) -> Prepared:
     """Refuse what cannot be meant, before anything is computed; arguments as `mlp`."""
     check_norm(norm)
+    adapters = dict(zip(ADAPTERS, (up_adapter, gate_adapter, down_adapter), strict=True))
+    factors = _factors(adapters)
     operands = {
         "x": x, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down, "w_gate": w_gate, "b_gate": b_gate,
-        "norm.weight": norm.weight if norm else None, "norm.bias": norm.bias if norm else None,
+        "norm.weight": norm.weight if norm else None, "norm.bias": norm.bias if norm else None, **factors,
     }  # fmt: skip
     check_tensors(operands, required=("x", "w_up", "w_down"))
     if b_gate is not None and w_gate is None:
         raise ValueError("b_gate was given without w_gate; pass both for a gated MLP, neither for a plain one")
+    if gate_adapter is not None and w_gate is None:
+        raise ValueError("gate_adapter was given without w_gate; pass w_gate for a gated MLP, or up_adapter")
     check_activation(activation)
     p = check_dropout(dropout_p, name="dropout_p") * bool(training)
     check_keep(keep, gated=w_gate is not None)
@@ -91,21 +115,33 @@ def prepare_mlp(
         op="mlp",
         device=x.device.type,
         arch=arch_of(x.device),
-        dtype=check_dtypes(operands),
+        dtype=check_dtypes(operands, factors=factors),
         activation=activation,
         reference_only=why_reference_only(operands),
     )
 
     def on_reference() -> Tensor:
         return reference.mlp(
-            x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate, norm=norm, activation=activation, dropout_p=p
-        )
+            x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate, **adapters, norm=norm, activation=activation,
+            dropout_p=p,
+        )  # fmt: skip
 
     arguments = (
-        *operands.values(), norm.kind if norm else "", norm.eps if norm else 0.0, activation, p,
+        *operands.values(), *(float(adapter.scale) if adapter else 1.0 for adapter in adapters.values()),
+        norm.kind if norm else "", norm.eps if norm else 0.0, activation, p,
         *_kept_features(keep, w_up.shape[0], gated=w_gate is not None), budget.resolve(workspace, x.device.type),
     )  # fmt: skip
     return Prepared(call, arguments, on_reference)
+
+
+def _factors(adapters: dict[str, LowRank | None]) -> Operands:
+    """The factors by the names that messages use, None where there is no adapter."""
+    factors: Operands = {}
+    for name, adapter in adapters.items():
+        check_low_rank(name, adapter)
+        factors[f"{name}.a"] = adapter.a if adapter else None
+        factors[f"{name}.b"] = adapter.b if adapter else None
+    return factors
 
 
 def _kept_features(keep: Keep, hidden_features: int, *, gated: bool) -> tuple[int, int]:
@@ -139,4 +175,11 @@ def _check_shapes(operands: Operands) -> None:
             raise ValueError(
                 f"{name} must have shape {list(shape)} to fit w_up [F={features}, D={d_in}] and w_down "
                 f"[D_out={d_out}, F], got {list(operand.shape)}"
+            )
+    for name, out, width in zip(ADAPTERS, (features, features, d_out), (d_in, d_in, features), strict=True):
+        a, b = operands[f"{name}.a"], operands[f"{name}.b"]
+        if a is not None and (a.dim() != 2 or a.shape[1] != width or tuple(b.shape) != (out, a.shape[0])):
+            raise ValueError(
+                f"{name}.a and {name}.b must be [r, {width}] and [{out}, r] to fit their weight [{out}, {width}], got "
+                f"{list(a.shape)} and {list(b.shape)}"
             )

@@ -47,11 +47,11 @@ def check_strided(operands: Operands) -> None:
             raise TypeError(f"{name} must be a dense, strided tensor, got a {layout} one; convert it first")
 
 
-def check_dtypes(operands: Operands, *, masks: Iterable[str] = ()) -> torch.dtype:
+def check_dtypes(operands: Operands, *, masks: Iterable[str] = (), factors: Iterable[str] = ()) -> torch.dtype:
     """The compute dtype, once devices and dtypes fit together.
 
-    The operands named in `masks` may be bool or any real floating dtype; all others share that of the first, except
-    under autocast.
+    The operands named in `masks` may be bool or any real floating dtype, those in `factors` (of adapters) any floating
+    dtype; all others share that of the first, except under autocast.
 
     Raises:
         TypeError: a dtype that is not floating point, or does not fit.
@@ -72,6 +72,8 @@ def check_dtypes(operands: Operands, *, masks: Iterable[str] = ()) -> torch.dtyp
             continue
         if not (operand.is_floating_point() or operand.is_complex()) or operand.element_size() < 2:
             raise TypeError(f"{name} must be floating point of at least 16 bits, got {operand.dtype}; convert it first")
+        if name in factors and (x.is_complex() or not operand.is_complex()):
+            continue
         if operand.dtype != x.dtype and not autocast:
             raise TypeError(f"{name} is {operand.dtype}, {input_name} is {x.dtype}; convert one, or use torch.autocast")
     return torch.get_autocast_dtype(device) if autocast else x.dtype

@@ -9,11 +9,11 @@ import torch
 
 from fused_remat import reference
 from fused_remat.ops.attention import split_masks, wide
-from fused_remat.settings import Norm
+from fused_remat.settings import LowRank, Norm
 
-_OPERANDS = 9  # the leading arguments, all tensors or None
+_OPERANDS = 15  # the leading arguments, all tensors or None
 # Positions among the arguments after x, w_up and w_down.
-_KEEP_UP, _COMPUTE_DTYPE = 10, 14
+_KEEP_UP, _COMPUTE_DTYPE = 19, 23
 
 
 def _fake(x, w_up, w_down, *args):
@@ -41,15 +41,19 @@ def _fake_bwd(dy, *args):
     )
 
 
-def _reference(x, w_up, w_down, b_up, b_down, w_gate, b_gate, norm_weight, norm_bias, norm, norm_eps, activation,
-               dropout_p, keep_up, keep_gate, workspace, backend, compute_dtype, seed):  # fmt: skip
-    operands = (x, w_up, w_down, b_up, b_down, w_gate, b_gate, norm_weight, norm_bias)
-    x, w_up, w_down, b_up, b_down, w_gate, b_gate, norm_weight, norm_bias = (
+def _reference(x, w_up, w_down, *args):
+    operands, settings = (x, w_up, w_down, *args[: _OPERANDS - 3]), args[_OPERANDS - 3 :]
+    *scales, norm, norm_eps, activation, dropout_p, _, _, _, _, compute_dtype, seed = settings
+    x, w_up, w_down, b_up, b_down, w_gate, b_gate, norm_weight, norm_bias, *factors = (
         operand if operand is None or compute_dtype is None else operand.to(compute_dtype) for operand in operands
     )
+    up, gate, down = (
+        None if a is None else LowRank(a, b, scale)
+        for a, b, scale in zip(factors[::2], factors[1::2], scales, strict=True)
+    )
     return reference.mlp(
-        x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate,
-        norm=Norm(norm, norm_weight, norm_bias, norm_eps) if norm else None, activation=activation,
+        x, w_up, w_down, b_up, b_down, w_gate=w_gate, b_gate=b_gate, up_adapter=up, gate_adapter=gate,
+        down_adapter=down, norm=Norm(norm, norm_weight, norm_bias, norm_eps) if norm else None, activation=activation,
         dropout_p=dropout_p, seed=seed,
     )  # fmt: skip
 
@@ -63,26 +67,41 @@ def register() -> None:
 
 
 def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
-    def forward(x_shape, w_up_shape, w_down_shape, b_up=None, b_down=None, w_gate_shape=None, *args, out_shape=None,
-                **kwargs) -> int:  # fmt: skip
-        rows, (features, d_in), d_out = math.prod(x_shape[:-1]), w_up_shape, w_down_shape[0]
-        return 2 * rows * features * (d_in * (1 if w_gate_shape is None else 2) + d_out)
-
-    def backward(dy_shape, x_shape, w_up_shape, w_down_shape, b_up, b_down, w_gate_shape, *args, out_shape=None,
-                 **kwargs) -> int:  # fmt: skip
-        rows, (features, d_in), d_out = math.prod(x_shape[:-1]), w_up_shape, w_down_shape[0]
-        (*_, up_shape, gate_shape), wanted, _ = split_masks(args)
-        wants_dx, wants_dw_up, wants_dw_down, wants_db_up, _, wants_dw_gate, wants_db_gate = wanted[:7]
-        wants_dx = wants_dx or any(wanted[7:])
-        kept_up, kept_gate = (0 if shape is None else shape[1] for shape in (up_shape, gate_shape))
-        through_activation = wants_dx or wants_dw_up or wants_db_up or wants_dw_gate or wants_db_gate
-        if not through_activation and not wants_dw_down:
-            return 0
-        rebuilt = features - kept_up + (0 if w_gate_shape is None else features - kept_gate)
-        inputs = 1 if w_gate_shape is None else 2
-        products_in = rebuilt + features * (wants_dw_up + wants_dw_gate + (inputs if wants_dx else 0))
-        products_out = features * (through_activation + wants_dw_down)
-        return 2 * rows * (products_in * d_in + products_out * d_out)
-
     packets = torch.ops.fused_remat
-    return {packets.mlp: forward, packets.mlp_fwd: forward, packets.mlp_bwd: backward}
+    return {packets.mlp: _forward_flop, packets.mlp_fwd: _forward_flop, packets.mlp_bwd: _backward_flop}
+
+
+def _ranks(operand_shapes) -> tuple[int, int, int]:
+    """Of the adapters of up, gate and down, 0 where there is none."""
+    return tuple(0 if a is None else a[0] for a in operand_shapes[_OPERANDS - 6 : _OPERANDS : 2])
+
+
+def _forward_flop(*args, out_shape=None, **kwargs) -> int:
+    x_shape, (features, d_in), (d_out, _) = args[:3]
+    inputs = 1 if args[5] is None else 2
+    up, gate, down = _ranks(args)
+    # As stage 1 makes them: each projection of the input meets the columns of both adapters.
+    per_row = features * (inputs * (d_in + up + gate) + d_out + down) + (up + gate) * d_in + down * d_out
+    return 2 * math.prod(x_shape[:-1]) * per_row
+
+
+def _backward_flop(dy_shape, *args, out_shape=None, **kwargs) -> int:
+    x_shape, (features, d_in), (d_out, _) = args[:3]
+    inputs = 1 if args[5] is None else 2
+    up, gate, down = _ranks(args)
+    (*_, up_shape, gate_shape), wanted, _ = split_masks(args)
+    wants_dx, wants_up, wants_down, wants_b_up, _, wants_gate, wants_b_gate, *rest = wanted
+    wants_dx = wants_dx or any(rest[:2])
+    wants_up_a, wants_up_b, wants_gate_a, wants_gate_b, wants_down_a, wants_down_b = rest[2:]
+    through_activation = wants_dx or wants_up or wants_b_up or wants_gate or wants_b_gate or any(rest[2:6])
+    if not through_activation and not (wants_down or wants_down_a or wants_down_b):
+        return 0
+    kept_up, kept_gate = (0 if shape is None else shape[1] for shape in (up_shape, gate_shape))
+    rebuilt = inputs * features - kept_up - kept_gate
+    per_row = rebuilt * (d_in + up + gate) + features * through_activation * (d_out + down)
+    per_row += features * (d_in * (wants_up + wants_gate + inputs * wants_dx) + d_out * wants_down)
+    per_row += (up + gate) * d_in + down * d_out  # the narrow columns of x and dy
+    for rank, wants_a, wants_b in ((up, wants_up_a, wants_up_b), (gate, wants_gate_a, wants_gate_b)):
+        per_row += rank * (features * (wants_b + (wants_a or wants_dx)) + d_in * (wants_a + wants_dx))
+    per_row += down * (features * (wants_down_a + wants_down_b) + d_out * wants_down_b)
+    return 2 * math.prod(x_shape[:-1]) * per_row

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import adapter_cases
 import mlp_cases as cases
 import pytest
 import torch
@@ -131,12 +134,34 @@ def test_folded_norms(axis, kind, gated):
 
 
 @GATED
+@pytest.mark.parametrize("axis", AXES)
+def test_adapters(axis, gated):
+    """The kernels know nothing of adapters; what they are handed lies as their loads want it, or does not."""
+    rows, hidden = AXES[axis]
+    adapted = ("up", "gate", "down") if gated else ("up", "down")
+    made = adapter_cases.operands(rows, 17, hidden, 21, adapted=adapted, gated=gated, frozen=True, dtype=torch.float32)
+    given = {name: value.detach().to(DEVICE).requires_grad_(value.requires_grad) for name, value in made.items()}
+    dy = torch.randn(rows, 21, device=DEVICE)
+    exact = {name: value.detach().double().requires_grad_(value.requires_grad) for name, value in given.items()}
+    settings = {"activation": "silu", "dropout_p": 0.2}
+    truth, stock = (
+        _results(lambda values: adapter_cases.run_reference(values, **settings), values, dy.to(values["x"].dtype))
+        for values in (exact, given)
+    )
+    for workspace in (30_000, 2**22):
+        ours = _results(partial(adapter_cases.run, backend="triton", workspace=workspace, **settings), given, dy)
+        for name, right in truth.items():
+            allowed = 2 * cases.relative_error(stock[name], right) + FLOORS[torch.float32]
+            assert cases.relative_error(ours[name], right) <= allowed, name
+
+
+@GATED
 def test_forward_and_backward_on_different_backends(gated):
     """One mask, one meaning of what is kept."""
     given = _operands(65, 17, 63, 33, gated=gated, dtype=torch.float32, requires_grad=False)
     layer = cases.op_layer(given)
     seed, dy = torch.tensor([5], device=DEVICE), torch.randn(65, 33, device=DEVICE)
-    mask, keep = [True] * 5 + [gated] * 2 + [False] * 2, (40, 20 if gated else 0)
+    mask, keep = cases.output_mask(*[True] * 5, gated, gated), (40, 20 if gated else 0)
     others = ("cpp", "triton") if DEVICE == "cpu" else ("aten", "triton")
     results = []
     for forward in others:
