@@ -151,11 +151,12 @@ def _mlp_backward(wide: list[bool]) -> tuple:
     nothing = torch.empty(0, dtype=torch.int64)
     residual = torch.empty(3, 0, dtype=BF16)
     call = (given["x"], *layer, "silu", 0.0, 0, 0, 2000, "cpp", BF16, nothing, None, residual, residual)
-    return (torch.randn(3, 5).to(BF16), *call, [True] * 9, wide)
+    return (torch.randn(3, 5).to(BF16), *call, cases.output_mask(*[True] * 9), wide)
 
 
 def test_opcheck_with_a_wide_mask():
-    for wide in ([True] * 9, [False, True, False] * 3, [False] * 9):
+    for flags in ([True] * 9, [False, True, False] * 3, [False] * 9):
+        wide = cases.output_mask(*flags)
         results = torch.library.opcheck(torch.ops.fused_remat.mlp_bwd.default, _mlp_backward(wide))
         assert set(results.values()) == {"SUCCESS"}
         gradients = torch.ops.fused_remat.mlp_bwd(*_mlp_backward(wide))
@@ -180,5 +181,5 @@ def test_opcheck_of_attention_with_a_wide_mask():
 
 
 def test_a_wide_mask_of_the_wrong_length_is_refused():
-    with pytest.raises(ValueError, match="wide_mask must have 9 entries, got 2"):
+    with pytest.raises(ValueError, match="wide_mask must have 15 entries, got 2"):
         torch.ops.fused_remat.mlp_bwd(*_mlp_backward([True, True]))
