@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fused_remat.convert.adapters import base_of
 from fused_remat.convert.attention_call import IMPLEMENTATIONS, implementation, parameter_names
 from fused_remat.convert.attention_layer import FusedAttentionLayer
 from fused_remat.convert.attention_layout import AttentionLayout, layouts
@@ -101,7 +102,9 @@ def _why_no_layout(layer: nn.Module) -> str | None:
 
 
 def _settle(layer: nn.Module, layout: AttentionLayout, keep: tuple[str, ...], seen: Seen) -> FusedAttentionLayer | str:
-    linear = next((type(find(layer, path)) for path in layout.linears if is_conv1d(find(layer, path))), nn.Linear)
+    linear = next(
+        (type(part) for part in (base_of(find(layer, p)) for p in layout.linears) if is_conv1d(part)), nn.Linear
+    )
     norms = _head_norms(layer, layout)
     if isinstance(norms, str):
         return norms
@@ -130,14 +133,14 @@ def _head_norms(layer: nn.Module, layout: AttentionLayout) -> tuple[FusedNorm, .
     if not layout.q_norm and not layout.k_norm:
         return ()
     found = []
-    width = find(layer, layout.out)
+    out = base_of(find(layer, layout.out))
     for path in (layout.q_norm, layout.k_norm):
         norm = find(layer, path) if path else None
         record = None if norm is None else examine_norm(norm, layer)
         name = ".".join(path) or "q or k"
         if record is None or record.form != "rms_norm" or norm._parameters.get("weight") is None:
             return f"{name} is no RMSNorm with a weight, which a fused call could apply to every head"
-        rows, columns = norm.weight.numel(), _columns(width) // layout.num_heads
+        rows, columns = norm.weight.numel(), _columns(out) // layout.num_heads
         if rows != columns:
             return f"{name} normalises {rows} features and heads are {columns} wide"
         found.append((record, getattr(norm, record.eps)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat import functional
+from fused_remat.convert.adapters import adapted
 from fused_remat.convert.attention_call import (
     Inputs,
     implementation,
@@ -24,7 +25,7 @@ from fused_remat.convert.attention_layout import BLOCKS, HEADS, PREFIXES, Attent
 from fused_remat.convert.fused import Path, find, why_changed
 from fused_remat.convert.norms import FusedNorm, source_of
 from fused_remat.plain import PLAIN_TENSOR_TYPES, why_watched
-from fused_remat.settings import Norm
+from fused_remat.settings import LowRank, Norm
 
 _CACHED = (
     "a converted attention got a cache of keys and values while gradients are recorded; it runs its own code, which "
@@ -75,7 +76,7 @@ class FusedAttentionLayer:
             return values
         if "cache" in values and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             warnings.warn(_CACHED, stacklevel=2)
-        inputs = inputs_of(values, _prefix(layer, self.layout))
+        inputs = inputs_of(values, prefix(layer, self.layout))
         if isinstance(inputs, str):
             return inputs
         return why_changed(layer, self) or why_watched() or self._call(layer, inputs)
@@ -121,7 +122,8 @@ class Call:
     dropout_p: float
 
 
-def _prefix(layer: nn.Module, layout: AttentionLayout) -> int:
+def prefix(layer: nn.Module, layout: AttentionLayout) -> int:
+    """First tokens that have no position."""
     core = find(layer, layout.core)
     return next((getattr(core, name) for name in PREFIXES if hasattr(core, name)), 0)
 
@@ -161,22 +163,44 @@ def own_biases(layer: nn.Module, layout: AttentionLayout) -> tuple[Tensor | None
     return tuple(getattr(core, name, None) for name in layout.own_biases)
 
 
-def projections(
-    layer: nn.Module, fused: FusedAttentionLayer
-) -> tuple[Tensor | tuple[Tensor, ...], Tensor | tuple[Tensor | None, ...] | None]:
-    """Weight and bias of q, k and v as `fused_remat.multi_head_attention` takes them: views, nothing is copied."""
+Parts = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...] | None, tuple[LowRank | None, ...]]
+
+
+def projections(layer: nn.Module, fused: FusedAttentionLayer) -> Parts | tuple[Tensor, Tensor | tuple | None, None]:
+    """Weights, biases and adapters of q, k and v as `fused_remat.multi_head_attention` takes them: views, no copies.
+
+    One packed weight and bias where rows of q, k and v follow each other and nothing is added to them.
+    """
     layout = fused.layout
-    linears = [find(layer, path) for path in dict.fromkeys((layout.q, layout.k, layout.v))]
-    weights = [linear.weight if fused.linear is nn.Linear else linear.weight.t() for linear in linears]
-    biases = own_biases(layer, layout) or [linear.bias for linear in linears]
-    if layout.packing == BLOCKS:
-        return weights[0], tuple(biases) if len(biases) > 1 else biases[0]
+    linears = [adapted(find(layer, path), fused.linear) for path in dict.fromkeys((layout.q, layout.k, layout.v))]
+    weights = [_out_in(part.linear.weight, fused) for part in linears]
+    own = own_biases(layer, layout)
+    biases = own or tuple(part.linear.bias for part in linears)
+    adapters = tuple(part.adapter for part in linears)
+    if not layout.packing:
+        return tuple(weights), biases, adapters
+    if layout.packing == BLOCKS and adapters[0] is None:
+        return weights[0], own or biases[0], None
+    a, b, scale = adapters[0] or (None, None, 1.0)
+    factors = (None,) * 3 if b is None else tuple(part.flatten(0, -2) for part in split_rows(layout, b))
+    return (
+        split_rows(layout, weights[0]),
+        own or (None if biases[0] is None else split_rows(layout, biases[0])),
+        tuple(None if part is None else LowRank(a, part, scale) for part in factors),
+    )
+
+
+def _out_in(weight: Tensor, fused: FusedAttentionLayer) -> Tensor:
+    return weight if fused.linear is nn.Linear else weight.t()
+
+
+def split_rows(layout: AttentionLayout, packed: Tensor) -> tuple[Tensor, ...]:
+    """What `packed` [rows, ...] holds of q, k and v: [rows of it, ...], or [heads, rows of a head, ...] where each
+    head has its own."""
     if layout.packing == HEADS:
-        heads, (rows, columns) = layout.num_heads, weights[0].shape
-        width = rows // (3 * heads)
-        weight = weights[0].view(heads, 3, width, columns).unbind(1)
-        return weight, None if biases[0] is None else biases[0].view(heads, 3, width).unbind(1)
-    return tuple(weights), tuple(biases)
+        return packed.unflatten(0, (layout.num_heads, 3, -1)).unbind(1)
+    width = packed.shape[0] // (layout.num_heads + 2 * layout.num_kv_heads)
+    return packed.split((layout.num_heads * width, layout.num_kv_heads * width, layout.num_kv_heads * width))
 
 
 def run(layer: nn.Module, fused: FusedAttentionLayer, call: Call) -> Tensor:
@@ -185,16 +209,16 @@ def run(layer: nn.Module, fused: FusedAttentionLayer, call: Call) -> Tensor:
     source = source_of(x) if fused.takes_norm else None
     read_from, norm = (x, None) if source is None else source
     keys = None if call.inputs.keys is x else call.inputs.keys
-    weights, biases = projections(layer, fused)
-    out = find(layer, layout.out)
+    weights, biases, adapters = projections(layer, fused)
+    out = adapted(find(layer, layout.out), fused.linear)
     y = functional.multi_head_attention(
         read_from,
         keys,
         None,
         weights,
         biases,
-        out.weight if fused.linear is nn.Linear else out.weight.t(),
-        out.bias,
+        _out_in(out.linear.weight, fused),
+        out.linear.bias,
         layout.num_heads,
         layout.num_kv_heads,
         attn_mask=call.mask,
@@ -207,10 +231,16 @@ def run(layer: nn.Module, fused: FusedAttentionLayer, call: Call) -> Tensor:
         rotary_interleaved=layout.interleaved,
         keep=fused.keep,
         **_head_settings(layer, fused),
+        **_adapters((*(adapters or (None,) * 3), out.adapter)),
     )
     for path in layout.after:
         y = find(layer, path)(y)
     return find(layer, layout.norm)(y + x) if layout.norm else y
+
+
+def _adapters(adapters: tuple[LowRank | None, ...]) -> dict[str, LowRank]:
+    names = ("q_adapter", "k_adapter", "v_adapter", "out_adapter")
+    return {name: adapter for name, adapter in zip(names, adapters, strict=True) if adapter is not None}
 
 
 def _head_settings(layer: nn.Module, fused: FusedAttentionLayer) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from fused_remat.convert.adapters import base_of
 from fused_remat.convert.attention_call import ROLES, parameter_names
 from fused_remat.convert.fused import Path, find
 from fused_remat.convert.patterns import features, is_linear_like
@@ -151,7 +152,7 @@ def _by_shapes(layer: nn.Module) -> list[AttentionLayout]:
     if len(linears) != 2:
         return []
     first, last = linears
-    sizes = features(find(layer, first)), features(find(layer, last))
+    sizes = features(base_of(find(layer, first))), features(base_of(find(layer, last)))
     if None in sizes or sizes[0][1] != 3 * sizes[1][0]:
         return []
     return [AttentionLayout(first, first, first, last, 0, 0, packing=how) for how in (BLOCKS, HEADS)]
@@ -159,7 +160,7 @@ def _by_shapes(layer: nn.Module) -> list[AttentionLayout]:
 
 def _with_heads(layer: nn.Module, parts: AttentionLayout) -> Iterator[AttentionLayout]:
     """`parts` with the numbers of heads that its attributes and the rows of its linears allow."""
-    sizes = {path: features(find(layer, path)) for path in parts.linears}
+    sizes = {path: features(base_of(find(layer, path))) for path in parts.linears}
     if None in sizes.values():
         return
     out_columns = sizes[parts.out][0]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat import reference
+from fused_remat.convert.adapters import base_of
 from fused_remat.convert.attention_call import (
     ROLES,
     Inputs,
@@ -24,8 +25,8 @@ from fused_remat.convert.attention_call import (
     required_names,
     visible_by,
 )
-from fused_remat.convert.attention_layer import _prefix, own_biases, with_bias
-from fused_remat.convert.attention_layout import BLOCKS, HEADS, AttentionLayout
+from fused_remat.convert.attention_layer import own_biases, prefix, split_rows, with_bias
+from fused_remat.convert.attention_layout import AttentionLayout
 from fused_remat.convert.behaviour import Marker, copy_module, isolated, small_linear
 from fused_remat.convert.fused import Path, find
 from fused_remat.convert.norms import FusedNorm
@@ -92,8 +93,8 @@ def observe(
     Of `layout` only the parts matter, not the settings.
     """
     reason = "it is too wide to be tried on a copy"
-    for d in dict.fromkeys((_SMALL, features(find(layer, layout.q))[0])):
-        if d * max(features(find(layer, path))[1] for path in layout.linears) > _LARGEST:
+    for d in dict.fromkeys((_SMALL, features(base_of(find(layer, layout.q)))[0])):
+        if d * max(features(base_of(find(layer, path)))[1] for path in layout.linears) > _LARGEST:
             continue
         with isolated():
             try:
@@ -127,9 +128,9 @@ def _observe(
     factors = {path: 0.75 + 0.25 * i for i, path in enumerate(sorted(around))}
     parts: dict[Path, Any] = {path: Marker(factor) for path, factor in factors.items()}
     for path in layout.linears:
-        rows_in, rows_out = features(find(layer, path))
+        rows_in, rows_out = features(base_of(find(layer, path)))
         shape = (d, rows_in) if path == layout.out else (rows_out, d)
-        parts[path] = _small_linear(linear, find(layer, path), shape, scenario.training, random)
+        parts[path] = _small_linear(linear, base_of(find(layer, path)), shape, scenario.training, random)
     for path, norm in zip((layout.q_norm, layout.k_norm), norms, strict=False):
         parts[path] = _exact_norm(norm, find(layer, path), random)
     copy = _twin(layer, parts, scenario.training)
@@ -140,7 +141,7 @@ def _observe(
     dout = torch.randn(y.shape, generator=random, dtype=torch.float64)
     gradients = torch.autograd.grad(y, [x, *_weights(copy, layout)], dout, allow_unused=True)
     values = {_roles(layer)[name]: value for name, value in call.items() if value is not None}
-    inputs = inputs_of(values, _prefix(copy, layout))
+    inputs = inputs_of(values, prefix(copy, layout))
     if isinstance(inputs, str):
         raise TypeError(inputs)
     return Observation(scenario, copy, inputs, returns, dout, y, gradients, factors)
@@ -216,10 +217,10 @@ def _arguments(
 ) -> dict[str, Any]:
     """Random arguments by name for what the forward takes."""
     core = find(layer, layout.core)
-    width = features(find(layer, layout.out))[0] // layout.num_heads
+    width = features(base_of(find(layer, layout.out)))[0] // layout.num_heads
     length = getattr(core, "window_area", _LENGTH)
     keys = _KEYS if scenario.crossed else length
-    prefix = _prefix(layer, layout)
+    unrotated = prefix(layer, layout)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random, dtype=torch.float64)
@@ -228,7 +229,7 @@ def _arguments(
     angles = 3 * normal(1, length, rotated // 2)
     angles = torch.cat((angles, angles), dim=-1)
     if "rope" in _roles(layer).values():
-        angles = angles[0, prefix:]
+        angles = angles[0, unrotated:]
     made = {
         "x": normal(_BATCH, length, d),
         "keys": normal(_BATCH, keys, d) if scenario.crossed else None,
@@ -318,14 +319,7 @@ def unpacked(copy: nn.Module, layout: AttentionLayout) -> tuple[tuple[Tensor, ..
     linears = [find(copy, path) for path in (layout.q, layout.k, layout.v)]
     weights, biases = [_weight(linear) for linear in linears], [linear.bias for linear in linears]
     own = own_biases(copy, layout)
-    if layout.packing == BLOCKS:
-        columns = features(find(copy, layout.out))[0]
-        rows = (columns, *[columns // layout.num_heads * layout.num_kv_heads] * 2)
-        weights = weights[0].split(rows)
-        biases = biases if biases[0] is None else biases[0].split(rows)
-    elif layout.packing == HEADS:
-        heads = layout.num_heads
-        weights = [w.flatten(0, 1) for w in weights[0].unflatten(0, (heads, 3, -1)).unbind(1)]
-        if biases[0] is not None:
-            biases = [b.flatten() for b in biases[0].unflatten(0, (heads, 3, -1)).unbind(1)]
+    if layout.packing:
+        weights = [w.flatten(0, -2) for w in split_rows(layout, weights[0])]
+        biases = biases if biases[0] is None else [b.flatten() for b in split_rows(layout, biases[0])]
     return tuple(weights), tuple(own or biases)
