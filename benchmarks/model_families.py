@@ -169,7 +169,10 @@ FAMILIES: dict[str, Family] = {
         _timm("eva.Eva", use_rot_pos_emb=True, swiglu_mlp=True, ref_feat_shape=(4, 4), **_VIT), "blocks.0", 2, 2
     ),
     "timm Swin": _vision(
-        _timm("swin_transformer.SwinTransformer", patch_size=4, depths=(2,), num_heads=(HEADS,), window_size=4, drop_path_rate=0.0),
+        _timm(
+            "swin_transformer.SwinTransformer", patch_size=4, depths=(2,), num_heads=(HEADS,), window_size=4,
+            drop_path_rate=0.0,
+        ),
         "layers.0.blocks.0", attentions=2, folded=0,
     ),
     "Llama": _text("Llama", **_GROUPED),
