@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from fused_remat.integrations import transformers as integration
 
 transformers = pytest.importorskip("transformers")
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+
 NAME = integration.DEFAULT_NAME
+TAKES_BIAS = "position_bias" in inspect.signature(sdpa_attention_forward).parameters  # where it does not, T5 computes attention on its own
 OTHERS = ["eager", "sdpa"]
 
 BATCH, LENGTH, VOCABULARY = 2, 9, 32
@@ -118,6 +121,8 @@ def run(model: nn.Module, implementation: str, padding: Tensor | None = None) ->
 def test_model_equals_eager_and_sdpa(name, training, padding, calls):
     if name in ("T5", "Whisper") and padding is LEFT_PADDED:
         pytest.skip("decoders of these start at the left")
+    if name == "T5" and not TAKES_BIAS:
+        pytest.skip("T5 of this transformers computes attention on its own")
     model = build(name).train(training)
     actual = run(model, NAME, padding)
     assert len(calls) == LAYERS.get(name, 2)

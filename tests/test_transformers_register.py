@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from convert_cases import assert_same
-from test_transformers_interface import registered  # noqa: F401  # a fixture
+from test_transformers_interface import TAKES_BIAS, registered  # noqa: F401  # a fixture
 from torch import Tensor, nn
 
 from fused_remat.integrations import transformers as integration
@@ -65,6 +66,8 @@ CASES: dict[str, tuple[dict, bool | None]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_call_means_what_sdpa_means(case):
     arguments, is_causal = CASES[case]
+    if "position_bias" in arguments and not TAKES_BIAS:
+        pytest.skip("sdpa of this transformers takes no position_bias")
     results = []
     for call in (lambda *a, **k: integration.attention_forward(*a, **k)[0], stock):
         leaves = [t.clone().requires_grad_() for t in (Q, K, V)]
@@ -133,12 +136,29 @@ def test_causal_without_a_mask_needs_as_many_keys_as_queries():
         integration.attention_forward(Attention(True), Q[:, :, 3:], K, V, None)
 
 
-def test_mask_function_skips_square_masks_only():
+@pytest.mark.parametrize(("queries", "may_skip"), [(5, True), (1, True), (3, False), (7, False)])
+def test_mask_function_leaves_square_masks_out_only(queries, may_skip):
+    seen = []
+
+    def sdpa_mask(*, allow_is_causal_skip=True, **kwargs):
+        seen.append(allow_is_causal_skip)
+
+    sizes = ({"q_length": queries}, {"cache_position": torch.arange(queries)})  # the second until 5.0
+    for size in sizes:
+        integration.attention_mask(sdpa_mask, kv_length=5, **size)
+        integration.attention_mask(sdpa_mask, kv_length=5, allow_is_causal_skip=False, **size)
+    assert seen == [may_skip, False] * 2
+
+
+def test_mask_of_a_half_filled_static_cache_is_made():
+    """transformers leaves it out for sdpa, where "causal" would be read as this corner."""
     mask = integration._interfaces()[1][NAME]
+    if "q_length" not in inspect.signature(mask.args[0]).parameters:
+        pytest.skip("masks of this transformers take positions instead of lengths")
     shape = {"batch_size": 1, "q_offset": 0, "kv_offset": 0, "device": "cpu"}
-    assert mask(q_length=5, kv_length=5, **shape) is None
-    assert mask(q_length=1, kv_length=5, **shape) is None
+    assert mask(q_length=5, kv_length=5, **shape) is None and mask(q_length=1, kv_length=5, **shape) is None
     padding = torch.tensor([[1, 1, 1, 0, 0]], dtype=torch.bool)
+    assert mask.args[0](q_length=3, kv_length=5, attention_mask=padding, **shape) is None
     made = mask(q_length=3, kv_length=5, attention_mask=padding, **shape)
     assert torch.equal(made, torch.tril(torch.ones(3, 5, dtype=torch.bool))[None, None])
 
