@@ -110,9 +110,13 @@ def test_unknown_argument_is_refused_by_name(keyword):
     assert out.shape == (2, 5, 4, 6)
 
 
-def test_softcap_is_refused():
-    with pytest.raises(ValueError, match=r"softcap=30.0.*not supported.*eager"):
-        integration.attention_forward(Attention(), Q, K, V, None, softcap=30.0)
+def test_softcap_bounds_the_scores():
+    """As eager implementations write it: after the scale, before the mask."""
+    scores = torch.tanh(Q @ K.repeat_interleave(2, dim=1).mT * 0.7 / 0.5) * 0.5
+    weights = scores.masked_fill(~BOOL_MASK, float("-inf")).softmax(dim=-1)
+    expected = (weights @ V.repeat_interleave(2, dim=1)).transpose(1, 2)
+    out, _ = integration.attention_forward(Attention(), Q, K, V, BOOL_MASK, scaling=0.7, softcap=0.5)
+    assert_same({"out": out}, {"out": expected}, 1e-12)
 
 
 def test_output_attentions_warns_and_returns_none():

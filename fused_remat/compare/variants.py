@@ -17,7 +17,7 @@ STOCK, CHECKPOINT, FUSED = "stock", "checkpoint", "fused_remat"
 
 EXPLANATIONS = {
     STOCK: "the model as its library ships it: every layer keeps its activations for backward",
-    CHECKPOINT: "torch.utils.checkpoint (non-reentrant) around each MLP and nn.MultiheadAttention: activations go, "
+    CHECKPOINT: "torch.utils.checkpoint (non-reentrant) around each MLP and each attention: activations go, "
     "backward rebuilds them whole",
     FUSED: "fused_remat.convert(model): backward rebuilds the activations piece by piece",
 }
@@ -46,7 +46,7 @@ def make_variants(workload: Workload) -> dict[str, Variant]:
     The checkpointed one is left out where the workload has it find blocks and the model has none that repeat.
     """
     stock = workload.build()
-    checkpointed, fused = _checkpointed(copy.deepcopy(stock), workload.mlp_class), copy.deepcopy(stock)
+    checkpointed, fused = _checkpointed(copy.deepcopy(stock), workload), copy.deepcopy(stock)
     report = convert(fused)
     made = [
         Variant(STOCK, stock, EXPLANATIONS[STOCK]),
@@ -64,12 +64,12 @@ def make_variants(workload: Workload) -> dict[str, Variant]:
     return {variant.name: variant for variant in made}
 
 
-def _checkpointed(model: nn.Module, mlp_class: type[nn.Module] | None) -> Variant | None:
-    """`model` with checkpoints around its MLPs and attentions, or around its blocks if the class of MLPs is None."""
-    if mlp_class is not None:
+def _checkpointed(model: nn.Module, workload: Workload) -> Variant | None:
+    """`model` with checkpoints around its MLPs and attentions, or around its blocks if no class of MLPs is named."""
+    if workload.mlp_class is not None:
         mlps, attentions = (
             [module for module in model.modules() if isinstance(module, cls)]
-            for cls in (mlp_class, nn.MultiheadAttention)
+            for cls in (workload.mlp_class, workload.attention_class)
         )
         _checkpoint([*mlps, *attentions])
         return Variant(CHECKPOINT, model, EXPLANATIONS[CHECKPOINT], len(mlps), len(attentions))

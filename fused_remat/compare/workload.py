@@ -36,8 +36,9 @@ class Workload(ABC):
     metric: ClassVar[str]  # what `validate` returns, with its unit
     unit: ClassVar[str] = "nats"  # of the loss
     learning_rate: ClassVar[float]
-    # What is checkpointed, besides nn.MultiheadAttention; None: the model's repeated blocks, found by structure.
+    # What is checkpointed; no class of MLPs: the model's repeated blocks, found by structure.
     mlp_class: ClassVar[type[nn.Module] | None]
+    attention_class: ClassVar[type[nn.Module]] = nn.MultiheadAttention
     depth: int  # blocks, each with one attention and one MLP
 
     def __init__(self, seed: int, device: torch.device) -> None:

@@ -94,6 +94,7 @@ def attention_forward(
             keys for one query.
         dropout: probability, 0 in evaluation: layers pass what applies.
         position_bias: added to the scores; its gradient is computed.
+        softcap: bounds the scaled scores before masks and bias, as `fused_remat.attention` does.
         ignore: names among `others` that the user declared harmless.
 
     Returns:
@@ -103,11 +104,6 @@ def attention_forward(
         ValueError: an argument that would change the result and that `fused_remat.attention` does not have.
     """
     _check_others(others, ignore, masked=attention_mask is not None)
-    if softcap is not None:
-        raise ValueError(
-            f"softcap={softcap} (attention logit soft-capping) is not supported by this attention implementation; "
-            'use model.set_attn_implementation("eager")'
-        )
     if output_attentions:
         warnings.warn(
             "output_attentions=True: this attention implementation makes no attention weights, so none are returned; "
@@ -129,6 +125,7 @@ def attention_forward(
         is_causal=bool(causal),
         dropout_p=dropout,
         scale=scaling,
+        softcap=softcap,
     )
     return out.transpose(1, 2).contiguous(), None
 
