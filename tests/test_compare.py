@@ -215,16 +215,11 @@ def test_compare_table_fits_80_columns(result, capsys):
 ATTENTION_UNITS = 4  # tensors of the input's size
 
 
-def stock_attentions(result: ModelResult) -> int:
-    """nn.MultiheadAttention layers of the model: torchvision's ViT has them, transformers' Llama has its own."""
-    return result.shape.count if result.name == "vit" else 0
-
-
 def redone(result: ModelResult) -> int:
     """FLOP of the products that backward repeats: up (and gate) of each MLP; q, k and v of each attention."""
     shape = result.shape
     projections = 3 * 2 * shape.rows * shape.width**2
-    return (2 if shape.gated else 1) * shape.count * shape.gemm_flop + stock_attentions(result) * projections
+    return (2 if shape.gated else 1) * shape.count * shape.gemm_flop + shape.count * projections
 
 
 def test_compare_measures_bytes_and_products(result):
@@ -234,13 +229,12 @@ def test_compare_measures_bytes_and_products(result):
     # Stock keeps up and hidden (plain), or up, gate, act(gate) and hidden (gated), in every MLP; in an attention q, k,
     # v and the output (and a copy of its input in the place of the input).
     held = (4 if shape.gated else 2) * hidden_mib * shape.count
-    attentions = stock_attentions(result)
-    held += attentions * ATTENTION_UNITS * shape.rows * shape.width * 4 / MIB
+    held += shape.count * ATTENTION_UNITS * shape.rows * shape.width * 4 / MIB
     assert stock.kept_mib - checkpoint.kept_mib == pytest.approx(held, rel=0.02)
     assert result.redone_flop(STOCK) == 0
     assert result.redone_flop(CHECKPOINT) == redone(result)
     assert checkpoint.mlps == fused.mlps == shape.count and stock.mlps == 0
-    assert checkpoint.attentions == fused.attentions == attentions and stock.attentions == 0
+    assert checkpoint.attentions == fused.attentions == shape.count and stock.attentions == 0
     for variant in (stock, checkpoint, fused):
         assert variant.forward_peak_mib >= variant.kept_mib
         assert variant.backward_peak_mib >= variant.gradient_mib > 0
@@ -258,13 +252,18 @@ def test_compare_says_which_layers_were_converted(result, report):
             "2 x MLPBlock (encoder.layers.encoder_layer_0.mlp, ...): mlp, gelu, keep=()",
         ]
     else:
-        expected = ["2 x LlamaMLP (model.layers.0.mlp, ...): gated mlp, silu, keep=()"]
+        expected = [
+            "2 x LlamaAttention (model.layers.0.self_attn, ...): attention, 1 heads, keep=('out',)",
+            "2 x LlamaMLP (model.layers.0.mlp, ...): gated mlp, silu, keep=()",
+            "4 x LlamaRMSNorm (model.layers.0.input_layernorm, ...): rms_norm, "
+            "applied by the fused layers that read it",
+        ]
     assert list(result.variants[FUSED].converted) == expected
     html = (folder / "report.html").read_text(encoding="utf-8")
     rows = dict(table_rows(result))
     for line in expected:
         assert line.replace("'", "&#x27;") in html and line in " ".join(output.split())
-    assert rows["attentions changed"] == ["0 of 2", *[f"{stock_attentions(result)} of 2"] * 2]
+    assert rows["attentions changed"] == ["0 of 2", *["2 of 2"] * 2]
     (found,) = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["models"]
     assert found["converted"] == expected
 

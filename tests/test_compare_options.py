@@ -19,7 +19,7 @@ app.command()(compare)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "gpt"], ["--model", "'gpt'", "vit, llama or both", "leave it out"]),
+        (["--model", "gpt"], ["--model", "'gpt'", "vit, llama, both or module:callable", "leave it out"]),
         (["--steps", "0"], ["--steps", "'0'", "whole number from 1", "for example"]),
         (["--steps", "-3"], ["--steps", "'-3'", "whole number from 1", "for example"]),
         (["--steps", "1.5"], ["--steps", "'1.5'", "whole number from 1", "for example"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import platform
 import re
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import fused_remat
 from fused_remat import _extension
 from fused_remat.budget import MIB
+from fused_remat.compare.factory import BadOption, importable_from_here
 
 if TYPE_CHECKING:
     from fused_remat.compare.report import Settings
@@ -39,6 +41,7 @@ MODELS = {
     "llama": Source("fused_remat.compare.llama", "SourceLlama", ("transformers",)),
 }
 _BOTH = "both"
+_OWN = ":"  # in the name of a model of the user's own
 DEFAULT_STEPS = "60"
 # A quarter of the library's default on a CPU: at that one, each layer of these models would be a single piece.
 DEFAULT_WORKSPACE_MIB = "8"
@@ -49,7 +52,29 @@ _LARGEST_WORKSPACE_MIB = 2**20
 
 
 def compare(
-    model: Annotated[str, typer.Option(help="Which model to train: vit, llama or both.")] = _BOTH,
+    model: Annotated[
+        str, typer.Option(help="Which model to train: vit, llama or both, or a factory of your own as module:callable.")
+    ] = _BOTH,
+    config: Annotated[
+        str | None,
+        typer.Option(help="Keyword arguments of that factory: a JSON object, or a file with one.", metavar="JSON"),
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            help="Random inputs of that model, as JSON or a file with it: an object (keyword arguments) or a list of "
+            '{"shape": [...], "dtype": "float32", "below": N, "value": V}; integers need below or value.',
+            metavar="JSON",
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of --inputs: module:callable, called with the model and the step, that returns a dict or "
+            "tuple of tensors.",
+            metavar="CALLABLE",
+        ),
+    ] = None,
     steps: Annotated[
         str, typer.Option(help="Optimizer steps per model and variant, at least 1.", metavar="N")
     ] = DEFAULT_STEPS,
@@ -66,27 +91,55 @@ def compare(
 
     Trains a Vision Transformer (torchvision) on handwritten digits and a Llama-architecture decoder on the sources of
     Python's standard library; prints losses, memory and time, and writes a report. Nothing is downloaded.
+
+    Or trains a model of your own: --model module:callable with --config, and --inputs or --batch. The loss is the
+    output's .loss or the output if it is a scalar, else the mean square of its first floating-point tensor.
     """
-    names = _check_model(model)
+    own = {"model": model, "config": config, "inputs": inputs, "batch": batch}
+    names = _check_model(own)
     step_count = _check_whole_number("--steps", steps, 1, _MOST_STEPS)
     where = _check_device(device)
     seed_number = _check_whole_number("--seed", seed, 0, _LARGEST_SEED)
     workspace_bytes = _check_whole_number("--workspace", workspace, 1, _LARGEST_WORKSPACE_MIB) * MIB
     _check_packages(names)
-    folder = _make_folder(out)
     console = Console()
-    workloads = [load_workload(name)(seed_number, where) for name in names]
-    with fused_remat.workspace(workspace_bytes):
-        results = _run(workloads, step_count, console)
-    _write(results, _settings(names, step_count, where, seed_number), folder, console)
+    with importable_from_here():
+        if names:
+            folder = _make_folder(out)
+            workloads = [load_workload(name)(seed_number, where) for name in names]
+        else:
+            workloads = [_own_workload(own, seed_number, where)]
+            folder = _make_folder(out)
+        with fused_remat.workspace(workspace_bytes):
+            results = _run(workloads, step_count, console)
+    settings = _settings(names, own, step_count, where, seed_number)
+    _write(results, settings, folder, console)
 
 
-def _check_model(model: str) -> list[str]:
+def _check_model(own: dict[str, str | None]) -> list[str]:
+    """The names of built-in models, none for one of the user's own."""
+    model = own["model"]
+    if _OWN in model:
+        return []
+    for option in ("config", "inputs", "batch"):
+        if own[option] is not None:
+            expected = "a model of your own, as --model module:callable"
+            raise _bad_value(f"--{option}", own[option], expected, f"leave --{option} out for the built-in models")
     if model == _BOTH:
         return list(MODELS)
     if model not in MODELS:
-        raise _bad_value("--model", model, f"{', '.join(MODELS)} or {_BOTH}", "leave it out to train both")
+        expected = f"{', '.join(MODELS)}, {_BOTH} or module:callable"
+        raise _bad_value("--model", model, expected, "leave it out to train both")
     return [model]
+
+
+def _own_workload(own: dict[str, str | None], seed: int, device: torch.device) -> Workload:
+    from fused_remat.compare.custom import custom_workload
+
+    try:
+        return custom_workload(**own, seed=seed, device=device)
+    except BadOption as error:
+        raise typer.BadParameter(str(error), param_hint=error.option) from error
 
 
 def _check_whole_number(option: str, text: str, least: int, most: int) -> int:
@@ -160,7 +213,12 @@ def _run(workloads: Sequence[Workload], steps: int, console: Console) -> list[Mo
         def on_progress(text: str, units: int) -> None:
             progress.update(task, description=text, advance=units)
 
-        results = [compare_model(workload, steps, on_progress) for workload in workloads]
+        try:
+            results = [compare_model(workload, steps, on_progress) for workload in workloads]
+        except (BadOption, FloatingPointError) as error:
+            progress.stop()
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(1) from error
         progress.update(task, description="done")
     return results
 
@@ -185,25 +243,32 @@ def _write(results: Sequence[ModelResult], settings: Settings, folder: Path, con
     console.print(f"\nWritten to {folder}: {', '.join(path.name for path in written)}", markup=False, highlight=False)
 
 
-def _settings(names: Sequence[str], steps: int, device: torch.device, seed: int) -> Settings:
+def _settings(
+    names: Sequence[str], own: dict[str, str | None], steps: int, device: torch.device, seed: int
+) -> Settings:
     from fused_remat.compare.report import Settings
 
     return Settings(
-        models=tuple(names),
+        models=tuple(names) or (own["model"],),
         steps=steps,
         device=str(device),
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         threads=torch.get_num_threads(),
         seed=seed,
-        versions=_versions(names),
+        versions=_versions(names, own["model"]),
+        options={} if names else own,
     )
 
 
-def _versions(names: Sequence[str]) -> dict[str, str]:
+def _versions(names: Sequence[str], model: str) -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
     distributions = {"sklearn": "scikit-learn"}
     for package in (package for name in names for package in MODELS[name].packages):
         found[package] = metadata.version(distributions.get(package, package))
+    if not names:
+        package = model.partition(_OWN)[0].partition(".")[0]
+        with contextlib.suppress(metadata.PackageNotFoundError):  # a module that nobody installed
+            found[package] = metadata.version(package)
     return found
 
 

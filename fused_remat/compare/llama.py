@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from fused_remat.compare.workload import Batch, MlpShape, Workload
 
@@ -44,6 +44,7 @@ class SourceLlama(Workload):
     metric = "validation loss (nats/byte)"
     learning_rate = 1e-3
     mlp_class = LlamaMLP
+    attention_class = LlamaAttention
     batch_size = 16
     length = 128
     width = 256

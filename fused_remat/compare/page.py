@@ -34,12 +34,12 @@ dt { font-weight: 600; } dd { margin: 0 0 .4rem 1.2rem; }
 def page(results: Sequence[ModelResult], settings: Settings) -> str:
     """The whole document. Every text in it is escaped; pictures are embedded once per colour scheme."""
     versions = ", ".join(f"{name} {version}" for name, version in settings.versions.items())
-    kinds = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in explanations())
+    kinds = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in explanations(results))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>fused-remat compare</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        "<h1>The same training, three ways</h1>\n"
+        "<h1>The same training, side by side</h1>\n"
         f"<dl>{kinds}</dl>\n"
         f'<p class="quiet">{escape(settings.device_name)}, {settings.threads} CPU threads, seed {settings.seed}; '
         f"{escape(versions)}</p>\n{''.join(_section(result) for result in results)}</body>\n</html>\n"

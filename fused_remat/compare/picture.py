@@ -73,13 +73,13 @@ def _draw_losses(axes: Axes, result: ModelResult, theme: Theme) -> None:
     largest = result.largest_loss_difference(FUSED)
     difference = f"differs from {STOCK} by at most {largest:.1g}" if largest else f"equals {STOCK}"
     axes.set_title(f"Training loss ({FUSED} {difference})")
-    axes.set_ylabel("cross entropy (nats)")
+    axes.set_ylabel("cross entropy (nats)" if result.unit else "loss")
     axes.legend(loc="upper right")
 
 
 def _draw_differences(axes: Axes, result: ModelResult, theme: Theme) -> None:
     stock = result.variants[STOCK].curve.losses
-    for name in (CHECKPOINT, FUSED):
+    for name in (name for name in (CHECKPOINT, FUSED) if name in result.variants):
         own = result.variants[name].curve.losses
         apart = [abs(a - b) for a, b in zip(own, stock, strict=True)]
         axes.plot(range(1, len(apart) + 1), apart, marker=".", label=name, **_look(theme)[name])

@@ -5,21 +5,22 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from fused_remat.budget import MIB
 from fused_remat.compare.results import ModelResult
-from fused_remat.compare.variants import EXPLANATIONS, FUSED
+from fused_remat.compare.variants import CHECKPOINT, FUSED
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for and what it ran on."""
+    """What was asked for and what it ran on; `options` are those of a model of the user's own, as given."""
 
     models: tuple[str, ...]
     steps: int
@@ -28,6 +29,7 @@ class Settings:
     threads: int
     seed: int
     versions: dict[str, str]
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def table_rows(result: ModelResult) -> list[tuple[str, list[str]]]:
@@ -35,7 +37,10 @@ def table_rows(result: ModelResult) -> list[tuple[str, list[str]]]:
     names = list(result.variants)
     variants = list(result.variants.values())
     return [
-        ("train loss, last step (nats)", [f"{v.curve.losses[-1]:.5f}" for v in variants]),
+        (
+            f"train loss, last step{f' ({result.unit})' if result.unit else ''}",
+            [f"{v.curve.losses[-1]:.5f}" for v in variants],
+        ),
         ("largest loss difference", [_difference(result, name) for name in names]),
         (result.metric, [f"{v.curve.validation:.4f}" for v in variants]),
         ("kept for backward (MiB)", [f"{v.kept_mib:.1f}" for v in variants]),
@@ -44,8 +49,22 @@ def table_rows(result: ModelResult) -> list[tuple[str, list[str]]]:
         ("step time / stock", [_ratio(result, name) for name in names]),
         ("  20th to 80th percentile", [_ratio_range(result, name) for name in names]),
         ("redone products (GFLOP per step)", [f"{result.redone_flop(name) / 1e9:.1f}" for name in names]),
-        ("MLPs changed", [f"{v.mlps} of {result.shape.count}" for v in variants]),
-        ("attentions changed", [f"{v.attentions} of {result.shape.count}" for v in variants]),
+        *_changed_rows(result),
+    ]
+
+
+def _changed_rows(result: ModelResult) -> list[tuple[str, list[str]]]:
+    variants = result.variants.values()
+    if result.shape is None:
+        return [
+            ("blocks checkpointed", [str(v.blocks) for v in variants]),
+            ("MLPs converted", [str(v.mlps) for v in variants]),
+            ("attentions converted", [str(v.attentions) for v in variants]),
+        ]
+    count = result.shape.count
+    return [
+        ("MLPs changed", [f"{v.mlps} of {count}" for v in variants]),
+        ("attentions changed", [f"{v.attentions} of {count}" for v in variants]),
     ]
 
 
@@ -75,13 +94,21 @@ def notes(result: ModelResult) -> list[str]:
         "Redone products: FLOP of library matrix products beyond stock's, from the profiler's shapes; what attention "
         "kernels compute inside is not among them.",
         f"Time is that of whole optimizer steps, the variants taking turns step by step; stock's median is "
-        f"{result.step_seconds('stock'):.3f} s. Dropout is 0, so that losses differ by rounding alone.",
+        f"{result.step_seconds('stock'):.3f} s.",
+        *result.remarks,
+        *([] if CHECKPOINT in result.variants else [_NO_BLOCKS]),
     ]
 
 
-def explanations() -> list[tuple[str, str]]:
-    """(variant, what it is)."""
-    return list(EXPLANATIONS.items())
+_NO_BLOCKS = (
+    f"{CHECKPOINT} is left out: the model has no nn.ModuleList or nn.Sequential of blocks of one class to put "
+    "torch.utils.checkpoint around."
+)
+
+
+def explanations(results: Sequence[ModelResult]) -> list[tuple[str, str]]:
+    """(variant, what it is), once each."""
+    return list(dict.fromkeys((v.name, v.explanation) for result in results for v in result.variants.values()))
 
 
 def summary(result: ModelResult, name: str) -> dict[str, str | int | float]:
@@ -106,6 +133,7 @@ def summary(result: ModelResult, name: str) -> dict[str, str | int | float]:
         "redone_gflop": result.redone_flop(name) / 1e9,
         "mlps_changed": variant.mlps,
         "attentions_changed": variant.attentions,
+        "blocks_checkpointed": variant.blocks,
     }
 
 
@@ -132,7 +160,8 @@ def write_json(results: Sequence[ModelResult], settings: Settings, folder: Path)
                 "title": r.title,
                 "description": r.description,
                 "parameters": r.parameters,
-                "mlp_shape": asdict(r.shape),
+                "mlp_shape": None if r.shape is None else asdict(r.shape),
+                "remarks": r.remarks,
                 "workspace_bytes": r.workspace_bytes,
                 "seconds": r.seconds,
                 "path": r.variants[FUSED].path,

@@ -29,15 +29,18 @@ class Spread:
 class VariantResult:
     """One variant's curve and the memory of one of its steps.
 
-    `mlps` and `attentions` count the changed layers, `converted` and `skipped` name them, `path` says what ran in them.
+    `mlps`, `attentions` and `blocks` count what was changed, `explanation` says how, `converted` and `skipped` name the
+    layers, `path` says what ran in them.
     """
 
     name: str
+    explanation: str
     curve: Curve
     memory: Measurement
     timeline: Timeline
     mlps: int
     attentions: int
+    blocks: int
     converted: tuple[str, ...]
     skipped: tuple[str, ...]
     path: str
@@ -63,17 +66,19 @@ class VariantResult:
 class ModelResult:
     """One model trained by every variant.
 
-    `steps` optimizer steps each; `workspace_bytes` is the scratch budget of each fused call; `seconds` is the wall time
-    of it all.
+    `steps` optimizer steps each; `unit` is the loss's, "" if it has none; `shape` is that of the MLPs, where it is
+    known; `workspace_bytes` is the scratch budget of each fused call; `seconds` is the wall time of it all.
     """
 
     name: str
     title: str
     description: str
     metric: str
+    unit: str
+    remarks: tuple[str, ...]
     steps: int
     parameters: int
-    shape: MlpShape
+    shape: MlpShape | None
     workspace_bytes: int
     seconds: float
     variants: Mapping[str, VariantResult]

@@ -11,7 +11,7 @@ from fused_remat import budget
 from fused_remat.compare.evidence import describe_path, operators_run
 from fused_remat.compare.results import ModelResult, VariantResult
 from fused_remat.compare.train import deterministic, train
-from fused_remat.compare.variants import FUSED, Variant, make_variants
+from fused_remat.compare.variants import CHECKPOINT, FUSED, Variant, make_variants
 from fused_remat.compare.workload import Batch, Workload
 from fused_remat.measure import Measurement, Timeline, measure, memory_timeline
 
@@ -30,10 +30,15 @@ def compare_model(workload: Workload, steps: int, on_progress: OnProgress) -> Mo
     """Trains `workload` by every variant for `steps` optimizer steps each and measures one step of each beforehand.
 
     Measuring happens before the first optimizer step and changes neither weights nor random states.
+
+    Raises:
+        FloatingPointError: a loss is not finite.
     """
     start = time.perf_counter()
     with deterministic(workload.device):
         variants = make_variants(workload)
+        if CHECKPOINT not in variants:
+            on_progress(f"{workload.name}: no repeated blocks to checkpoint", work_units(steps, variants=1))
         memory, timelines, paths = {}, {}, {}
         for name, variant in variants.items():
             on_progress(f"{workload.name}: memory of one step, {name}", 0)
@@ -47,7 +52,17 @@ def compare_model(workload: Workload, steps: int, on_progress: OnProgress) -> Mo
         curves = train(workload, variants, steps, on_step)
     results = {
         name: VariantResult(
-            name, curves[name], memory[name], timelines[name], v.mlps, v.attentions, v.converted, v.skipped, paths[name]
+            name=name,
+            explanation=v.explanation,
+            curve=curves[name],
+            memory=memory[name],
+            timeline=timelines[name],
+            mlps=v.mlps,
+            attentions=v.attentions,
+            blocks=v.blocks,
+            converted=v.converted,
+            skipped=v.skipped,
+            path=paths[name],
         )
         for name, v in variants.items()
     }
@@ -56,6 +71,8 @@ def compare_model(workload: Workload, steps: int, on_progress: OnProgress) -> Mo
         title=workload.title,
         description=workload.describe(),
         metric=workload.metric,
+        unit=workload.unit,
+        remarks=workload.remarks(),
         steps=steps,
         parameters=sum(p.numel() for p in variants[FUSED].model.parameters()),
         shape=workload.shape,

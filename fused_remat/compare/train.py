@@ -5,6 +5,7 @@ So a busy machine slows all of them alike, and the ratio of two step times is ta
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,9 @@ def train(
 
     Returns:
         Name to curve.
+
+    Raises:
+        FloatingPointError: a loss or the result of the validation is not finite.
     """
     curves = {name: Curve() for name in variants}
     optimizers = {name: _optimizer(variant.model, workload.learning_rate) for name, variant in variants.items()}
@@ -55,11 +59,13 @@ def train(
         for name in names[first:] + names[:first]:
             rate = workload.learning_rate * rate_share(step, steps)
             loss, seconds = _step(workload, variants[name].model, optimizers[name], batch, rate)
+            _check_finite(loss, f"{workload.name}: the loss of {name} in step {step + 1}")
             curves[name].losses.append(loss)
             curves[name].seconds.append(seconds)
             on_step(name, step, loss)
     for name, variant in variants.items():
         curves[name].validation = _validate(workload, variant.model)
+        _check_finite(curves[name].validation, f"{workload.name}: the {workload.metric} of {name}")
     return curves
 
 
@@ -104,6 +110,11 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
     _synchronize(workload.device)
     return loss.item(), time.perf_counter() - start
+
+
+def _check_finite(value: float, what: str) -> None:
+    if not math.isfinite(value):
+        raise FloatingPointError(f"{what} is {value}, so there is nothing to compare")
 
 
 def _validate(workload: Workload, model: nn.Module) -> float:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-Batch = tuple[Tensor, Tensor]
+Batch = Any  # of the workload's own kind: what its `loss` takes
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class MlpShape:
 
 
 class Workload(ABC):
-    """A model and its data, deterministic in `seed`: batch `i` is a function of `seed` and `i` alone.
+    """A model and its data, deterministic in `seed`: batch `i` is a function of `seed` and `i` alone."""
 
-    Dropout is 0 everywhere, so that the losses of the variants differ by rounding alone.
-    """
-
-    name: ClassVar[str]
-    title: ClassVar[str]
+    name: str  # of files too
+    title: str
     metric: ClassVar[str]  # what `validate` returns, with its unit
+    unit: ClassVar[str] = "nats"  # of the loss
     learning_rate: ClassVar[float]
-    mlp_class: ClassVar[type[nn.Module]]
+    # What is checkpointed; no class of MLPs: the model's repeated blocks, found by structure.
+    mlp_class: ClassVar[type[nn.Module] | None]
+    attention_class: ClassVar[type[nn.Module]] = nn.MultiheadAttention
     depth: int  # blocks, each with one attention and one MLP
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -47,12 +47,16 @@ class Workload(ABC):
 
     @property
     @abstractmethod
-    def shape(self) -> MlpShape:
-        """The sizes of the model's MLPs."""
+    def shape(self) -> MlpShape | None:
+        """The sizes of the model's MLPs; None if they are not known."""
 
     @abstractmethod
     def describe(self) -> str:
         """One line on the model and the data, with sizes."""
+
+    def remarks(self) -> tuple[str, ...]:
+        """What else a reader of the numbers should know, a sentence each."""
+        return ("Dropout is 0, so that losses differ by rounding alone.",)
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -60,11 +64,11 @@ class Workload(ABC):
 
     @abstractmethod
     def batch(self, step: int) -> Batch:
-        """The inputs and targets of optimizer step `step` (from 0)."""
+        """The inputs (and targets) of optimizer step `step` (from 0)."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The training loss, a scalar (mean cross entropy, nats)."""
+        """The training loss, a scalar in `unit`."""
 
     @abstractmethod
     def validate(self, model: nn.Module) -> float:
