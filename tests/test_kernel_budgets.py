@@ -91,7 +91,7 @@ def test_the_table_covers_every_kernel_on_every_architecture():
     names = {name for name, _ in kernels}
     assert kernels == {(name, arch) for name in names for arch in SHARED_LIMIT}
     for width in (64, 128, 256):
-        for variant in ("plain", "causal", "bool mask", "float mask", "dropout", "everything"):
+        for variant in ("plain", "causal", "bool mask", "float mask", "dropout", "softcap", "everything"):
             for kernel in ("attention_fwd", "attention_dkdv", "attention_dq"):
                 assert f"{kernel} E={width} {variant} sm_90" in TABLE.budgets
     assert {"attention_delta", "attention_weights", "attention_dmask", "mlp_fwd", "mlp_fused", "mlp_dhidden"} <= names

@@ -26,7 +26,7 @@ class Budget:
 
     Attributes:
         kernel: the kernel and the call that launches it; with `arch` the key of the table.
-        variant: "plain", "causal", one mask kind, "dropout" or "everything".
+        variant: "plain", "causal", one mask kind, "dropout", "softcap" or "everything".
         tiles: block sizes, such as "M=128 N=64".
         stack_bytes: of local memory per thread: stack frame or spills, the largest number that ptxas names.
         tensor_memory: columns.

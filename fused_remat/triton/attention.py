@@ -56,7 +56,9 @@ class Facts(NamedTuple):
 def plan(op: str, facts: Facts, flags: tuple[tuple[str, bool], ...]) -> tuple[Spec, configs.Config]:
     """What the kernel is compiled for, and its launch options."""
     given = dict(flags)
-    extras = bool(facts.attn_mask or facts.key_mask) + facts.dropout + bool(facts.cap) + given.get("dweights", False)
+    # A cap wants registers, which the plain tiles of forward and delta have.
+    cap = bool(facts.cap) and op not in ("attention_fwd", "attention_delta")
+    extras = bool(facts.attn_mask or facts.key_mask) + facts.dropout + cap + given.get("dweights", False)
     variant = ("plain", "masked", "everything")[min(extras, 2)]
     double = facts.dtype == torch.float64
     key = op, max(facts.width, facts.value_width) * (2 if double else 1), facts.dtype, facts.arch
