@@ -42,7 +42,6 @@ class Family:
     left_alone: tuple[str, ...] = ()  # names in the report
     options: dict[str, Any] = field(default_factory=dict)  # of forward, besides tensors
 
-
     def run(self, model: nn.Module) -> Tensor:
         """The first tensor of what `model`, one of this family, returns for the inputs."""
         inputs = self.inputs()
