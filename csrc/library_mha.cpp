@@ -19,12 +19,14 @@ const string kArguments =
     "Tensor query, Tensor? key, Tensor? value, Tensor w_q, Tensor? w_k, Tensor? w_v, Tensor? b_q, "
     "Tensor? b_k, Tensor? b_v, Tensor w_out, Tensor? b_out, Tensor? bias_k, Tensor? bias_v, "
     "Tensor? norm_weight, Tensor? norm_bias, Tensor? q_norm, Tensor? k_norm, Tensor? cos, "
-    "Tensor? sin, Tensor? attn_mask, Tensor? key_mask, int num_heads, int num_kv_heads, "
-    "bool add_zero_attn, str norm, float norm_eps, float qk_norm_eps, bool rotary_interleaved, "
-    "int causal, int window_left, int window_right, float dropout_p, float scale, "
-    "float softcap, int need_weights, bool keep_q, bool keep_k, bool keep_v, bool keep_out, int "
-    "workspace, "
-    "str backend, ScalarType? compute_dtype";
+    "Tensor? sin, Tensor? attn_mask, Tensor? key_mask, Tensor? q_a, Tensor? q_b, Tensor? k_a, "
+    "Tensor? k_b, Tensor? v_a, Tensor? v_b, Tensor? out_a, Tensor? out_b, "
+    "int num_heads, int num_kv_heads, bool add_zero_attn, str norm, float norm_eps, "
+    "float qk_norm_eps, bool rotary_interleaved, int causal, int window_left, int window_right, "
+    "float dropout_p, float scale, float softcap, int need_weights, float q_adapter_scale, "
+    "float k_adapter_scale, float v_adapter_scale, float out_adapter_scale, bool keep_q, "
+    "bool keep_k, bool keep_v, bool keep_out, int workspace, str backend, "
+    "ScalarType? compute_dtype";
 
 // Arguments in their order on the stack.
 class Reader {
@@ -38,6 +40,19 @@ class Reader {
   double number() { return value().toDouble(); }
   bool flag() { return value().toBool(); }
   string text() { return value().toStringRef(); }
+  std::array<AdapterFactors, kMhaAdapters> adapters() {
+    std::array<AdapterFactors, kMhaAdapters> adapters;
+    for (AdapterFactors& adapter : adapters) {
+      adapter.a = optional();
+      adapter.b = optional();
+    }
+    return adapters;
+  }
+  std::array<double, kMhaAdapters> scales() {
+    std::array<double, kMhaAdapters> scales;
+    for (double& scale : scales) scale = number();
+    return scales;
+  }
 
  private:
   const IValue* next_;
@@ -48,16 +63,16 @@ MhaOperands read_operands(Reader& r) {
   return {r.tensor(),   r.optional(), r.optional(), r.tensor(),   r.optional(), r.optional(),
           r.optional(), r.optional(), r.optional(), r.tensor(),   r.optional(), r.optional(),
           r.optional(), r.optional(), r.optional(), r.optional(), r.optional(), r.optional(),
-          r.optional(), r.optional(), r.optional()};
+          r.optional(), r.optional(), r.optional(), r.adapters()};
 }
 
 MhaOptions read_options(Reader& r, const Tensor& query) {
-  MhaOptions options{r.integer(), r.integer(), r.flag(),
-                     r.text(),    r.number(),  r.number(),
-                     r.flag(),    r.integer(), r.integer(),
-                     r.integer(), r.number(),  r.number(),
-                     r.number(),  r.integer(), {r.flag(), r.flag(), r.flag(), r.flag()},
-                     r.integer(), r.text(),    query.scalar_type()};
+  MhaOptions options{
+      r.integer(), r.integer(), r.flag(),           r.text(),
+      r.number(),  r.number(),  r.flag(),           r.integer(),
+      r.integer(), r.integer(), r.number(),         r.number(),
+      r.number(),  r.integer(), r.scales(),         {r.flag(), r.flag(), r.flag(), r.flag()},
+      r.integer(), r.text(),    query.scalar_type()};
   const IValue& compute_dtype = r.value();
   if (!compute_dtype.isNone()) options.compute_dtype = compute_dtype.toScalarType();
   return options;

@@ -14,13 +14,19 @@
 
 namespace fused_remat {
 
+enum MhaAdapter { kAdaptQ, kAdaptK, kAdaptV, kAdaptOut, kMhaAdapters };
+// The factors of an adapter, both or neither, of any floating dtype: y += scale (x a^T) b^T.
+struct AdapterFactors {
+  OptionalTensor a, b;  // [r, in], [out, r]
+};
+
 // In the order of every argument list, gradient list and mask.
 struct MhaOperands {
   at::Tensor query;               // [B, Lq, Dq]
   OptionalTensor key, value;      // [B, Lk, D*]; absent: the (normalised) query, the key
   at::Tensor w_q;                 // [H E, Dq], or with w_k and w_v below it where those are absent
-  OptionalTensor w_k, w_v;        // [Hk E, Dk], [Hk Ev, Dv]
-  OptionalTensor b_q, b_k, b_v;   // likewise packed where b_q has all rows
+  OptionalTensor w_k, w_v;        // [Hk E, Dk], [Hk Ev, Dv]; each of the three also [heads, E, D]
+  OptionalTensor b_q, b_k, b_v;   // likewise, also [heads, E]; packed where b_q has all rows
   at::Tensor w_out;               // [Do, H Ev]
   OptionalTensor b_out;           // [Do]
   OptionalTensor bias_k, bias_v;  // [Hk E], [Hk Ev]: one more key and value for every sample
@@ -28,6 +34,7 @@ struct MhaOperands {
   OptionalTensor q_norm, k_norm;          // [E]
   OptionalTensor cos, sin;                // [1 or B, L, R]
   OptionalTensor attn_mask, key_mask;     // as attention
+  std::array<AdapterFactors, kMhaAdapters> adapters;
 };
 enum MhaOperand {
   kQuery,
@@ -51,8 +58,11 @@ enum MhaOperand {
   kSin,
   kAttnMask,
   kKeyMask,
-  kMhaOperands
+  kFirstFactor,  // then a and b of each adapter in turn
+  kMhaOperands = kFirstFactor + 2 * kMhaAdapters
 };
+constexpr int factor_a(int adapter) { return kFirstFactor + 2 * adapter; }
+constexpr int factor_b(int adapter) { return factor_a(adapter) + 1; }
 
 // The residuals, which are also the results of forward after y and the weights.
 enum MhaResidual { kResidualQ, kResidualK, kResidualV, kResidualOut, kMhaResiduals };
@@ -68,6 +78,7 @@ struct MhaOptions {
   int64_t causal, window_left, window_right;
   double dropout_p, scale, softcap;
   int64_t need_weights;
+  std::array<double, kMhaAdapters> adapter_scales;
   std::array<bool, kMhaResiduals> keep;
   int64_t workspace;
   std::string backend;

@@ -201,11 +201,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((rotated * cos.unsqueeze(1) + turned * sin.unsqueeze(1), rest), dim=-1)
 
 
-def head_width(rows_q: int, packed: bool, num_heads: int, num_kv_heads: int, value_width: int) -> int:
-    """E, from the rows of w_q, which holds those of k and v too where it is `packed`."""
+def head_width(w_q: Sequence[int], packed: bool, num_heads: int, num_kv_heads: int, value_width: int) -> int:
+    """E, from the shape of w_q: [heads, E, D], or rows of q alone, or those of k and v too where it is `packed`."""
+    if len(w_q) == 3:
+        return w_q[1]
     if packed:
-        return (rows_q - num_kv_heads * value_width) // (num_heads + num_kv_heads)
-    return rows_q // num_heads
+        return (w_q[0] - num_kv_heads * value_width) // (num_heads + num_kv_heads)
+    return w_q[0] // num_heads
 
 
 def unpack_projections(
@@ -215,15 +217,16 @@ def unpack_projections(
     num_kv_heads: int,
     value_width: int,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-    """Weights and biases of q, k and v, each taken apart where its first holds the rows of all three."""
+    """Weights [rows, D] and biases [rows] of q, k and v, from what `multi_head_attention` of the package takes."""
     packed = weights[1] is None
-    width = head_width(weights[0].shape[0], packed, num_heads, num_kv_heads, value_width)
+    width = head_width(weights[0].shape, packed, num_heads, num_kv_heads, value_width)
     rows = (num_heads * width, num_kv_heads * width, num_kv_heads * value_width)
     if packed:
         weights = weights[0].split(rows)
-    if biases[0] is not None and biases[0].shape[0] != rows[0]:
+    if biases[0] is not None and biases[0].numel() != rows[0]:
         biases = biases[0].split(rows)
-    return weights, biases
+    weights = [w.flatten(0, 1) if w.dim() == 3 else w for w in weights]
+    return weights, [b.flatten() if b is not None and b.dim() == 2 else b for b in biases]
 
 
 def multi_head_attention(
@@ -247,6 +250,7 @@ def multi_head_attention(
     rotary: tuple[Tensor, Tensor] | None = None,  # cos and sin, [1 or B, L, R]
     rotary_interleaved: bool = False,
     average_attn_weights: bool = True,
+    adapters: Sequence[LowRank | None] = (None,) * 4,  # of q, k, v and the output projection
     **attention_settings: object,  # masks, causal, window, dropout_p, scale, softcap, seed of `attention`
 ) -> tuple[Tensor, Tensor]:
     """Projections, attention and output projection; returns y [B, Lq, Do] and the attention weights after dropout.
@@ -257,9 +261,9 @@ def multi_head_attention(
     key = query if key is None else key
     value = key if value is None else value
     q, k, v = (
-        F.linear(x, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2)
-        for x, weight, bias, heads in zip(
-            (query, key, value), weights, biases, (num_heads, num_kv_heads, num_kv_heads), strict=True
+        linear(x, weight, bias, adapter).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for x, weight, bias, adapter, heads in zip(
+            (query, key, value), weights, biases, adapters[:3], (num_heads, num_kv_heads, num_kv_heads), strict=True
         )
     )
     q, k = (t if n is None else _rms_norm(t, n, qk_norm_eps) for t, n in ((q, q_norm), (k, k_norm)))
@@ -273,5 +277,5 @@ def multi_head_attention(
     for extra_k, extra_v in extra:
         k, v = torch.cat((k, extra_k), dim=2), torch.cat((v, extra_v), dim=2)
     out, _, probabilities = attention(q, k, v, extra_keys=len(extra), **attention_settings)
-    y = F.linear(out.transpose(1, 2).flatten(-2), w_out, b_out)
+    y = linear(out.transpose(1, 2).flatten(-2), w_out, b_out, adapters[3])
     return y, probabilities.mean(dim=1) if average_attn_weights else probabilities

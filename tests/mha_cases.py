@@ -10,7 +10,7 @@ from mlp_cases import REFUSED_ON_A_CPU, kernels_of, needs_extension, refused_on_
 from torch import Tensor
 
 import fused_remat
-from fused_remat import Norm
+from fused_remat import LowRank, Norm
 
 __all__ = [
     "BACKENDS",
@@ -24,6 +24,8 @@ __all__ = [
     "relative_error",
 ]
 RESIDUALS = ("q", "k", "v", "out")
+ADAPTED = RESIDUALS  # what may have a low-rank adapter
+SCALES = {"q": 0.5, "k": 2.0, "v": -0.7, "out": 1.3}
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Block:
     qk_norm: bool = False
     rotary: int = 0  # features that are rotated
     interleaved: bool = False
+    blocked: bool = False  # w_q, w_k, w_v are [heads, width, D] (biases: [heads, width]) with heads far apart
+    ranks: tuple[int, int, int, int] = (0, 0, 0, 0)  # of the adapters of q, k, v and the output projection
     mask: str = "none"
     settings: tuple[tuple[str, object], ...] = ()
 
@@ -73,6 +77,9 @@ class Block:
                 shapes[f"w_{part}"] = (row, feature)
                 shapes |= {f"b_{part}": (row,)} if self.bias else {}
         out = self.out or self.model
+        projections = (*zip(rows, features, strict=True), (out, self.heads * value_width))
+        for part, rank, (d_out, d_in) in zip(ADAPTED, self.ranks, projections, strict=True):
+            shapes |= {f"{part}_a": (rank, d_in), f"{part}_b": (d_out, rank)} if rank else {}
         shapes["out_proj_weight"] = (out, self.heads * value_width)
         shapes |= {"out_proj_bias": (out,)} if self.bias else {}
         shapes |= {"bias_k": (rows[1],), "bias_v": (rows[2],)} if self.bias_kv else {}
@@ -83,7 +90,10 @@ class Block:
         made = {}
         for name, shape in shapes.items():
             scale = shape[-1] ** -0.5 if len(shape) == 2 else 1.0
-            made[name] = (torch.randn(shape, dtype=torch.float64) * scale).to(dtype).requires_grad_(requires_grad)
+            made[name] = (torch.randn(shape, dtype=torch.float64) * scale).to(dtype)
+            if self.blocked and name[:2] in ("w_", "b_"):
+                made[name] = apart(made[name], self.heads if name[2] == "q" else self.kv_heads)
+            made[name].requires_grad_(requires_grad)
         for name, mask in MASKS[self.mask](self.batch, self.heads, self.length, length_k, dtype).items():
             made[name] = mask.requires_grad_(requires_grad and mask.is_floating_point())
         return made
@@ -113,7 +123,7 @@ class Block:
             "attn_mask": get("attn_mask"), "key_padding_mask": get("key_padding_mask"), "bias_k": get("bias_k"),
             "bias_v": get("bias_v"), "add_zero_attn": self.zero_key, "norm": norm, "q_norm": get("q_norm"),
             "k_norm": get("k_norm"), "rotary": self.angles(given["query"].dtype),
-            "rotary_interleaved": self.interleaved,
+            "rotary_interleaved": self.interleaved, **adapters(given),
         }  # fmt: skip
         return fused_remat.multi_head_attention(
             given["query"], get("key"), get("value"), weight, bias, given["out_proj_weight"], get("out_proj_bias"),
@@ -124,6 +134,17 @@ class Block:
         """The same call on the reference path."""
         ignored = ("keep", "workspace")
         return self.call(given, backend="reference", **{k: v for k, v in changes.items() if k not in ignored})
+
+
+def apart(rows: Tensor, heads: int) -> Tensor:
+    """[heads * width, ...] as a leaf [heads, width, ...] whose heads lie apart, with NaN between them."""
+    by_heads = rows.unflatten(0, (heads, -1))
+    return torch.stack((torch.full_like(by_heads, torch.nan), by_heads, by_heads), dim=1)[:, 1]
+
+
+def adapters(given: dict[str, Tensor]) -> dict[str, LowRank]:
+    """The arguments of `multi_head_attention` for the factors among the operands."""
+    return {f"{p}_adapter": LowRank(given[f"{p}_a"], given[f"{p}_b"], SCALES[p]) for p in ADAPTED if f"{p}_a" in given}
 
 
 def results(block: Block, given: dict[str, Tensor], dy: Tensor, dweights: Tensor | None = None, **changes):

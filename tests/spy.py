@@ -107,5 +107,25 @@ def samples(call: Callable[[], Tensor], backend: str) -> Calls:
     return level2 + [(f"{name}_{backend}", arguments) for name, arguments in level3]
 
 
+def heads_seen(step: Callable[[], None]) -> tuple[list[tuple], list[tuple]]:
+    """q, k and v as attention is given them, head group by head group, in the forward and in the backward of `step`.
+
+    `step` runs one `multi_head_attention` on "cpp" and its backward, which is run again with other threads.
+    """
+    seen, before = {"attention_fwd": [], "attention_bwd": []}, torch.get_num_threads()
+    with watching() as level2:
+        step()
+    try:
+        with spying() as calls:
+            for threads, (name, arguments) in zip((1, 3), level2, strict=True):
+                torch.set_num_threads(threads)
+                run(name, arguments, "spy")
+    finally:
+        torch.set_num_threads(before)
+    for name, arguments in calls:
+        seen.get(name, []).append(arguments[:3])
+    return seen["attention_fwd"], seen["attention_bwd"]
+
+
 def _with_backend(arguments: tuple, backend: str) -> tuple:
     return tuple(backend if isinstance(argument, str) and argument == "cpp" else argument for argument in arguments)

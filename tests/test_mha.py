@@ -185,21 +185,12 @@ def test_backward_sees_the_bits_of_forward(dtype, workspace, keep):
     """q, k and v as attention is given them, head group by head group, in forward and in backward."""
     block = Block(length=40, model=24, heads=6, kv_heads=3, width=16, norm="rms_norm", qk_norm=True, rotary=8)
     given = block.operands(dtype)
-    before, seen = torch.get_num_threads(), {}
-    with spy.watching() as level2:
+
+    def step():
         y = block.call(given, backend="cpp", workspace=workspace, keep=keep)
         y.backward(torch.randn_like(y))
-    try:
-        with spy.spying() as calls:
-            for threads, (name, arguments) in zip((1, 3), level2, strict=True):
-                torch.set_num_threads(threads)
-                spy.run(name, arguments, "spy")
-        for name, arguments in calls:
-            if name in ("attention_fwd", "attention_bwd"):
-                seen.setdefault(name, []).append(arguments[:3])
-    finally:
-        torch.set_num_threads(before)
-    forward, backward = seen["attention_fwd"], seen["attention_bwd"]
+
+    forward, backward = spy.heads_seen(step)
     assert len(forward) == len(backward) and (workspace > 1 or len(forward) == 3)
     for ours, theirs in zip(forward, backward, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

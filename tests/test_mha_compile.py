@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.library import opcheck
 
 import fused_remat
+from fused_remat import ops
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -161,7 +162,7 @@ def test_opcheck_every_op(layout, dtype, backend):
             results = opcheck(getattr(torch.ops.fused_remat, name).default, arguments)
             assert set(results.values()) == {"SUCCESS"}, name
             seen.add(name)
-        arguments = _level1(block, given, settings, backend)
+        arguments = level1_arguments(block, given, settings, backend)
         assert set(opcheck(torch.ops.fused_remat.multi_head_attention.default, arguments).values()) == {"SUCCESS"}
     ours = {
         name
@@ -174,8 +175,9 @@ def test_opcheck_every_op(layout, dtype, backend):
 _NO_KERNEL = ("_plan", "_reference")
 
 
-def _level1(block, given, settings, backend):
+def level1_arguments(block, given, settings, backend):
     """What the functional call passes to the level-1 op."""
+    ops.ready()  # which describes the op to torch, not what stands in for it
     op, caught = torch.ops.fused_remat.multi_head_attention, []
 
     class Found(Exception):

@@ -174,12 +174,12 @@ def test_the_inner_ops_check_their_own_arguments():
     _, _, *kept, lse = ops.multi_head_attention_fwd(*call, no_seed)
     with pytest.raises(ValueError, match="dropout needs an int64 seed"):
         ops.multi_head_attention_fwd(*_op_arguments(dropout_p=0.5), no_seed)
-    dy, query_alone = ONES(2, 5, 6), [True] + [False] * 20
+    dy, query_alone = ONES(2, 5, 6), [True] + [False] * 28
     backward = lambda dy, lse, mask: ops.multi_head_attention_bwd(
         dy, None, *call, no_seed, None, None, *kept, lse, mask
     )
     assert backward(dy, lse, query_alone)[0].shape == (2, 5, 6)
     for bad in ((dy, None, query_alone), (dy[:1], lse, query_alone), (dy, lse[..., :3], query_alone),
-                (dy, lse, [True]), (dy, lse, [True] * 21)):  # fmt: skip
+                (dy, lse, [True]), (dy, lse, [True] * 29)):  # fmt: skip
         with pytest.raises(ValueError):
             backward(*bad)

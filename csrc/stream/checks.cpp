@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "mha_parts.h"
+
 namespace fused_remat {
 
 using at::Tensor;
@@ -43,9 +45,31 @@ void check_masks(
   check_shape("key_mask", key_mask, {full[0], full[3]});
 }
 
-void check_matrix(const char* name, const OptionalTensor& t) {
+void check_matrix(const char* name, const OptionalTensor& t, bool by_heads = false) {
   TORCH_CHECK_VALUE(
-      !t || t->dim() == 2, "multi_head_attention: ", name, " must be [out, in], got ", t->sizes());
+      !t || t->dim() == 2 || (by_heads && t->dim() == 3), "multi_head_attention: ", name,
+      " must be [out, in]", by_heads ? " or [heads, width, in]" : "", ", got ", t->sizes());
+}
+
+// Rows of a projection, or by heads, [heads, width], with what follows.
+void check_projection(
+    const char* name, const OptionalTensor& t, int64_t heads, int64_t width,
+    std::vector<int64_t> rest) {
+  const bool by_heads = t && t->dim() == static_cast<int64_t>(rest.size()) + 2;
+  std::vector<int64_t> shape =
+      by_heads ? std::vector<int64_t>{heads, width} : std::vector<int64_t>{heads * width};
+  shape.insert(shape.end(), rest.begin(), rest.end());
+  check_shape(name, t, shape);
+}
+
+void check_adapter(const AdapterFactors& adapter, int64_t in, int64_t out) {
+  TORCH_CHECK_VALUE(
+      adapter.a.has_value() == adapter.b.has_value() && (!adapter.a || adapter.a->dim() == 2),
+      "multi_head_attention: an adapter has a [r, in] and b [out, r], or neither");
+  if (!adapter.a) return;
+  const int64_t rank = adapter.a->size(0);
+  check_shape("a of an adapter", adapter.a, {rank, in});
+  check_shape("b of an adapter", adapter.b, {out, rank});
 }
 
 }  // namespace
@@ -95,9 +119,9 @@ void check_mha(const MhaOperands& o, const MhaOptions& options, const Tensor& se
   TORCH_CHECK_VALUE(
       heads > 0 && kv_heads > 0 && heads % kv_heads == 0,
       "multi_head_attention: num_kv_heads must divide num_heads, got ", heads, " and ", kv_heads);
-  check_matrix("w_q", o.w_q);
-  check_matrix("w_k", o.w_k);
-  check_matrix("w_v", o.w_v);
+  check_matrix("w_q", o.w_q, /*by_heads=*/o.w_k.has_value());
+  check_matrix("w_k", o.w_k, /*by_heads=*/true);
+  check_matrix("w_v", o.w_v, /*by_heads=*/true);
   check_matrix("w_out", o.w_out);
   TORCH_CHECK_VALUE(
       o.w_k.has_value() == o.w_v.has_value() && o.bias_k.has_value() == o.bias_v.has_value() &&
@@ -107,24 +131,34 @@ void check_mha(const MhaOperands& o, const MhaOptions& options, const Tensor& se
       o.w_out.size(1) % heads == 0, "multi_head_attention: w_out must be [Do, H Ev], got ",
       o.w_out.sizes());
   const int64_t value_width = o.w_out.size(1) / heads, rows_v = kv_heads * value_width;
-  const int64_t rows = o.w_q.size(0), parts = o.w_k ? heads : heads + kv_heads;
+  const int64_t rows = weight_rows(o.w_q), parts = o.w_k ? heads : heads + kv_heads;
   const int64_t width = (o.w_k ? rows : rows - rows_v) / parts;
   const int64_t rows_q = heads * width, rows_k = kv_heads * width, all = rows_q + rows_k + rows_v;
   TORCH_CHECK_VALUE(
       width > 0 && rows == (o.w_k ? rows_q : all),
       "multi_head_attention: the rows of w_q must be those of all heads, got ", rows);
-  check_shape("w_q", o.w_q, {rows, o.query.size(2)});
-  check_shape("w_k", o.w_k, {rows_k, key.size(2)});
-  check_shape("w_v", o.w_v, {rows_v, value.size(2)});
+  if (o.w_k)
+    check_projection("w_q", o.w_q, heads, width, {o.query.size(2)});
+  else
+    check_shape("w_q", o.w_q, {all, o.query.size(2)});
+  check_projection("w_k", o.w_k, kv_heads, width, {key.size(2)});
+  check_projection("w_v", o.w_v, kv_heads, value_width, {value.size(2)});
   TORCH_CHECK_VALUE(
       o.w_k || (key.size(2) == o.query.size(2) && value.size(2) == o.query.size(2)),
       "multi_head_attention: one packed weight needs inputs of one width");
-  check_shape("b_q", o.b_q, {o.b_q && o.b_q->size(0) == all ? all : rows_q});
-  check_shape("b_k", o.b_k, {rows_k});
-  check_shape("b_v", o.b_v, {rows_v});
+  if (o.b_q && o.b_q->numel() == all)
+    check_shape("b_q", o.b_q, {all});
+  else
+    check_projection("b_q", o.b_q, heads, width, {});
+  check_projection("b_k", o.b_k, kv_heads, width, {});
+  check_projection("b_v", o.b_v, kv_heads, value_width, {});
   check_shape("b_out", o.b_out, {o.w_out.size(0)});
   check_shape("bias_k", o.bias_k, {rows_k});
   check_shape("bias_v", o.bias_v, {rows_v});
+  check_adapter(o.adapters[kAdaptQ], o.query.size(2), rows_q);
+  check_adapter(o.adapters[kAdaptK], key.size(2), rows_k);
+  check_adapter(o.adapters[kAdaptV], value.size(2), rows_v);
+  check_adapter(o.adapters[kAdaptOut], o.w_out.size(1), o.w_out.size(0));
   for (const OptionalTensor& t : {o.norm_weight, o.norm_bias})
     check_shape("a weight or bias of the norm", t, {o.query.size(2)});
   for (const OptionalTensor& t : {o.q_norm, o.k_norm}) check_shape("q_norm and k_norm", t, {width});

@@ -10,7 +10,7 @@
 #include "../mlp_calls.h"
 #include "checks.h"
 #include "heads.h"
-#include "mha_pass.h"
+#include "mha_gradients.h"
 
 namespace fused_remat {
 
@@ -18,39 +18,26 @@ using at::Tensor;
 
 namespace {
 
-using Gradients = std::array<Tensor, kMhaOperands>;
-using Wanted = std::array<bool, kMhaOperands>;
 using Residuals = std::array<OptionalTensor, kMhaResiduals>;
 
-class BackwardPass : MhaPass {
+class BackwardPass : MhaGradients {
  public:
   BackwardPass(
       const MhaProblem& problem, const Tensor& dy, const OptionalTensor& dweights,
       const Residuals& kept, const Tensor& lse, const Wanted& wanted, const Wanted& wide)
-      : MhaPass(problem),
-        wanted_(wanted),
-        unrounded_(wide),
-        kept_(kept),
-        lse_(lse),
-        dy_(p_.rows_of(dy, kQ)),
-        wide_(problem.operands.query.options().dtype(p_.precision.accumulate)) {
+      : MhaGradients(problem, wanted, wide), kept_(kept), lse_(lse), dy_(p_.rows_of(dy, kQ)) {
     if (dweights) take_dweights(*dweights);
-    for (int part = 0; part < kParts; ++part) part_wanted_[part] = is_part_wanted(part);
     masks_.dattn_mask =
         mask_gradient_sum(p_.attending.attn_mask, wanted_[kAttnMask], p_.precision.accumulate);
     masks_.dkey_mask =
         mask_gradient_sum(p_.attending.key_mask, wanted_[kKeyMask], p_.precision.accumulate);
-    make_gradients();
     take_buffers();
   }
 
   Gradients run() {
     for_each_group([&](const MhaGroup& g) { run_group(g); });
     finish_inputs();
-    for (const MhaOperand bias : {kBout, kBiasK, kBiasV, kNormWeight, kNormBias, kQNorm, kKNorm})
-      if (wanted_[bias]) gradients_[bias] = sums_[bias].to(dtype_of(bias));
-    for (int part = 0; part < kParts; ++part)
-      if (bias_sums_[part].defined()) bias_gradients_[part].copy_(bias_sums_[part]);
+    finish_sums();
     if (wanted_[kAttnMask])
       gradients_[kAttnMask] = masks_.dattn_mask.to(p_.operands.attn_mask->scalar_type());
     if (wanted_[kKeyMask])
@@ -60,100 +47,12 @@ class BackwardPass : MhaPass {
   }
 
  private:
-  // Whether any gradient flows through q, k or v.
-  bool is_part_wanted(int part) const {
-    const bool packed_weight = !p_.operands.w_k,
-               packed_bias = p_.projections[part].bias && p_.operands.b_q &&
-                             p_.operands.b_q->size(0) != p_.projections[kQ].weight.size(0);
-    const int input = p_.projections[part].input;
-    bool wanted = wanted_[kQuery + input] || wanted_[packed_weight ? kWq : kWq + part] ||
-                  (p_.projections[part].bias && wanted_[packed_bias ? kBq : kBq + part]);
-    if (p_.inputs[input].normalized) wanted = wanted || wanted_[kNormWeight] || wanted_[kNormBias];
-    if (part == kQ) return wanted || wanted_[kQNorm];
-    if (part == kK) return wanted || wanted_[kKNorm] || wanted_[kBiasK];
-    return wanted || wanted_[kBiasV];
-  }
-
   void take_dweights(const Tensor& dweights) {
     Tensor d = dweights.to(p_.precision.accumulate);
     if (d.stride(-1) != 1) d = d.contiguous();
     const bool averaged = d.dim() == 3;
     weights_gradient_.dweights = averaged ? d.unsqueeze(1) : d;
     weights_gradient_.factor = averaged ? 1.0 / static_cast<double>(sizes_.heads) : 1.0;
-  }
-
-  at::ScalarType dtype_of(MhaOperand which) const {
-    if (unrounded_[which]) return p_.precision.accumulate;
-    const MhaOperands& o = p_.operands;
-    switch (which) {
-      case kBout:
-        return o.b_out->scalar_type();
-      case kBiasK:
-        return o.bias_k->scalar_type();
-      case kBiasV:
-        return o.bias_v->scalar_type();
-      case kNormWeight:
-        return o.norm_weight->scalar_type();
-      case kNormBias:
-        return o.norm_bias->scalar_type();
-      case kQNorm:
-        return o.q_norm->scalar_type();
-      default:
-        return o.k_norm->scalar_type();
-    }
-  }
-
-  Tensor empty_gradient(int operand, const Tensor& of) const {
-    const auto dtype = unrounded_[operand] ? p_.precision.accumulate : of.scalar_type();
-    return at::empty(of.sizes(), of.options().dtype(dtype));
-  }
-
-  void make_gradients() {
-    const MhaOperands& o = p_.operands;
-    const OptionalTensor weights[] = {o.w_q, o.w_k, o.w_v}, biases[] = {o.b_q, o.b_k, o.b_v};
-    const OptionalTensor inputs[] = {o.query, o.key, o.value};
-    int64_t first = 0;
-    for (int part = 0; part < kParts; ++part) {
-      const int64_t rows = sizes_.part_columns(part);
-      for (const bool is_bias : {false, true}) {
-        const OptionalTensor* own = is_bias ? biases : weights;
-        const int base = is_bias ? kBq : kWq;
-        const bool packed =
-            is_bias ? (own[0] && own[0]->size(0) != sizes_.part_columns(kQ)) : !o.w_k;
-        const int operand = packed ? base : base + part;
-        if (!wanted_[operand] || !own[packed ? 0 : part]) continue;
-        if (!gradients_[operand].defined())
-          gradients_[operand] = empty_gradient(operand, *own[packed ? 0 : part]);
-        (is_bias ? bias_gradients_ : weight_gradients_)[part] =
-            packed ? gradients_[operand].narrow(0, first, rows) : gradients_[operand];
-        if (is_bias) bias_sums_[part] = at::zeros({rows}, wide_);
-      }
-      first += rows;
-      make_input_gradient(part, inputs[part]);
-    }
-    if (wanted_[kWout]) gradients_[kWout] = empty_gradient(kWout, o.w_out);
-    const OptionalTensor vectors[] = {o.b_out,     o.bias_k, o.bias_v, o.norm_weight,
-                                      o.norm_bias, o.q_norm, o.k_norm};
-    const MhaOperand names[] = {kBout, kBiasK, kBiasV, kNormWeight, kNormBias, kQNorm, kKNorm};
-    for (size_t i = 0; i < std::size(names); ++i)
-      if (wanted_[names[i]]) sums_[names[i]] = at::zeros(vectors[i]->sizes(), wide_);
-  }
-
-  // The sum over groups lives in the gradient itself where that is as wide as a sum must be.
-  void make_input_gradient(int part, const OptionalTensor& input) {
-    const bool through_norm = part == kQ && p_.norm && (wanted_[kNormWeight] || wanted_[kNormBias]);
-    if (!input || !(wanted_[kQuery + part] || through_norm)) return;
-    const int64_t columns = input->size(2);
-    if (wanted_[kQuery + part]) {
-      gradients_[kQuery + part] = p_.empty_rows(part, columns, input->options());
-      input_rows_[part] = p_.rows_of(gradients_[kQuery + part], part);
-    }
-    const bool direct =
-        input_rows_[part].defined() && input_rows_[part].scalar_type() == p_.precision.accumulate;
-    input_sums_[part] = direct
-                            ? input_rows_[part]
-                            : at::empty({sizes_.batch * sizes_.part_length(part), columns}, wide_);
-    input_sums_[part].zero_();
   }
 
   void take_buffers() {
@@ -165,7 +64,7 @@ class BackwardPass : MhaPass {
       const int64_t elements = sizes_.batch * sizes_.full_length(part) * most_columns(part);
       gradient_buffers_[part] = take(part_wanted_[part], elements, wide);
       weight_sums_[part] =
-          take(sums_weights, most_columns(part) * p_.projections[part].weight.size(1), wide);
+          take(sums_weights, most_columns(part) * p_.projections[part].features(), wide);
     }
     dout_buffer_ = take(true, rows_q * out_columns, p_.precision.compute);
     out_buffer_ = take(!kept_[kResidualOut], rows_q * out_columns, p_.precision.compute);
@@ -192,7 +91,8 @@ class BackwardPass : MhaPass {
     const int64_t columns = g.heads * sizes_.value_width, rows = dy_.size(0);
     const Tensor dout_rows = matrix(dout_buffer_, rows, columns);
     for_each_dy([&](int64_t r0, const Tensor& dy) {
-      store_product(dout_rows.narrow(0, r0, dy.size(0)), dy, w_out_);
+      if (out_adapter_ && is_first(g)) out_adapter_.begin_rows(dy, r0);
+      make_dout(g, r0, dy, dout_rows.narrow(0, r0, dy.size(0)));
     });
     const Tensor out_rows = kept_[kResidualOut]
                                 ? p_.rows_of(kept_[kResidualOut]->flatten(2), kQ)
@@ -213,11 +113,12 @@ class BackwardPass : MhaPass {
     }
   }
 
-  // to <- a b, rounded once.
-  void store_product(const Tensor& to, const Tensor& a, const Tensor& b) {
-    const bool direct = to.scalar_type() == a.scalar_type();
+  // to <- the gradient of the rows of out from r0 on, rounded once.
+  void make_dout(const MhaGroup& g, int64_t r0, const Tensor& dy, const Tensor& to) {
+    const bool direct = to.scalar_type() == dy.scalar_type();
     Tensor product = direct ? to : matrix(factor_buffer_, to.size(0), to.size(1));
-    add_product(product, a, b, /*first=*/true, {});
+    add_product(product, dy, w_out_, /*first=*/true, {});
+    if (out_adapter_) out_adapter_.add_dx(product, r0, g.head0 * sizes_.value_width);
     if (!direct) Tensor(to).copy_(product);
   }
 
@@ -260,13 +161,24 @@ class BackwardPass : MhaPass {
       for_each_dy([&](int64_t, const Tensor& dy) {
         calls::column_sums(p_.options.backend, dy, sums_[kBout]);
       });
-    if (!wanted_[kWout]) return;
-    const Tensor to = gradients_[kWout].narrow(1, g.head0 * sizes_.value_width, out_rows.size(1));
-    const Tensor sum = weight_sum(to, w_out_sum_);
+    if (!wanted_[kWout] && !out_adapter_.da.defined() && !out_adapter_.db.defined()) return;
+    const int64_t first = g.head0 * sizes_.value_width;
+    Tensor to, sum;
+    if (wanted_[kWout]) {
+      to = gradients_[kWout].narrow(1, first, out_rows.size(1));
+      sum = weight_sum(to, w_out_sum_);
+    }
     for_each_dy([&](int64_t r0, const Tensor& dy) {
-      const Tensor out = packed_factor(out_rows.narrow(0, r0, dy.size(0)));
-      add_product(sum, dy.t(), out, /*first=*/r0 == 0, product_buffer_);
+      const int64_t n = dy.size(0);
+      const Tensor out = packed_factor(out_rows.narrow(0, r0, n));
+      if (sum.defined()) add_product(sum, dy.t(), out, /*first=*/r0 == 0, product_buffer_);
+      out_adapter_.differentiate_a(out, r0, first, product_buffer_);
+      if (!out_adapter_.db.defined()) return;
+      out_adapter_.reduce(out, r0, first, product_buffer_);
+      if (is_last(g))
+        out_adapter_.differentiate_b(dy, packed_factor(out_adapter_.low(r0, n)), product_buffer_);
     });
+    if (!sum.defined()) return;
     if (!sum.is_same(to)) Tensor(to).copy_(sum);
     if (out_rows.size(0) == 0) Tensor(to).zero_();
   }
@@ -305,19 +217,21 @@ class BackwardPass : MhaPass {
     if (parts.empty()) return;
     for_each_chunk(input, [&](int64_t r0, int64_t n, int64_t with_extra) {
       Tensor x;
+      const auto chunk = [&] {
+        if (!x.defined()) x = input_chunk(input, r0, n);
+        return x;
+      };
+      const Tensor dx =
+          input_sums_[input].defined() ? input_sums_[input].narrow(0, r0, n) : Tensor();
       for (const int part : parts) {
         const Tensor d = gradient_rows_[part].narrow(0, part == kQ ? r0 : with_extra, n);
         if (bias_sums_[part].defined())
           calls::column_sums(p_.options.backend, d, group_rows(g, part, bias_sums_[part]));
         const Tensor factor = packed_factor(d);
-        if (sums[part].defined()) {
-          if (!x.defined()) x = input_chunk(input, r0, n);
-          add_product(sums[part], factor.t(), x, /*first=*/r0 == 0, product_buffer_);
-        }
-        if (input_sums_[input].defined())
-          add_product(
-              input_sums_[input].narrow(0, r0, n), factor, weights_[part], /*first=*/false,
-              product_buffer_);
+        if (sums[part].defined())
+          add_product(sums[part], factor.t(), chunk(), /*first=*/r0 == 0, product_buffer_);
+        if (dx.defined()) add_product(dx, factor, weights_[part], /*first=*/false, product_buffer_);
+        if (adapters_[part]) differentiate_adapter(g, part, r0, factor, chunk, dx);
       }
     });
     for (const int part : parts) {
@@ -328,6 +242,21 @@ class BackwardPass : MhaPass {
       else if (!sums[part].is_alias_of(to))
         to.copy_(sums[part]);
     }
+  }
+
+  // What `factor`, rows of dq, dk or dv, gives to the adapter, and the adapter to dx.
+  template <class Chunk>
+  void differentiate_adapter(
+      const MhaGroup& g, int part, int64_t r0, const Tensor& factor, const Chunk& input_chunk,
+      const Tensor& dx) {
+    InputAdapter& adapter = adapters_[part];
+    // Where q, k or v were kept nothing has made `low` yet.
+    if (kept_[part] && adapter.db.defined() && is_first(g)) adapter.reduce(input_chunk(), r0);
+    adapter.take(factor, r0, first_column(g, part), dx.defined(), product_buffer_);
+    const Tensor dlow = is_last(g) ? adapter.dlow(r0, factor.size(0)) : Tensor();
+    if (!dlow.defined()) return;
+    const Tensor x = adapter.da.defined() ? input_chunk() : Tensor();
+    adapter.give(packed_factor(dlow), x, dx, product_buffer_);
   }
 
   Tensor group_rows(const MhaGroup& g, int part, const Tensor& of) const {
@@ -350,17 +279,10 @@ class BackwardPass : MhaPass {
     }
   }
 
-  const Wanted &wanted_, &unrounded_;
   const Residuals& kept_;
   const Tensor lse_, dy_;
-  const at::TensorOptions wide_;
   WeightsGradient weights_gradient_;
-  std::array<bool, kParts> part_wanted_{};
   AttentionGradients masks_;
-  Gradients gradients_;
-  std::array<Tensor, kMhaOperands> sums_;  // of what is a vector per call
-  std::array<Tensor, kParts> weight_gradients_, bias_gradients_, bias_sums_;
-  std::array<Tensor, kParts> input_rows_, input_sums_;
   std::array<Tensor, kParts> gradient_rows_;  // of the group
   bool dy_ready_ = true;
   int64_t dy_step_ = 1;
@@ -370,19 +292,22 @@ class BackwardPass : MhaPass {
 
 }  // namespace
 
-Gradients mha_bwd(
+MhaGradients::Gradients mha_bwd(
     const OptionalTensor& dy, const OptionalTensor& dweights, const MhaOperands& operands,
     const MhaOptions& options, const Tensor& seed, const Residuals& residuals,
-    const OptionalTensor& lse, const Wanted& wanted, const Wanted& wide) {
+    const OptionalTensor& lse, const std::array<bool, kMhaOperands>& wanted,
+    const std::array<bool, kMhaOperands>& wide) {
   const BelowAutocast guard;
   const MhaProblem problem(operands, options, seed);
   const MhaSizes& sizes = problem.sizes;
   const MhaOperands& o = operands;
-  check_wanted(
-      {o.query,     o.key,    o.value,  o.w_q,   o.w_k,    o.w_v,       o.b_q,
-       o.b_k,       o.b_v,    o.w_out,  o.b_out, o.bias_k, o.bias_v,    o.norm_weight,
-       o.norm_bias, o.q_norm, o.k_norm, o.cos,   o.sin,    o.attn_mask, o.key_mask},
-      wanted);
+  std::vector<OptionalTensor> in_order = {
+      o.query,     o.key,    o.value,  o.w_q,   o.w_k,    o.w_v,       o.b_q,
+      o.b_k,       o.b_v,    o.w_out,  o.b_out, o.bias_k, o.bias_v,    o.norm_weight,
+      o.norm_bias, o.q_norm, o.k_norm, o.cos,   o.sin,    o.attn_mask, o.key_mask};
+  for (const AdapterFactors& adapter : o.adapters)
+    in_order.insert(in_order.end(), {adapter.a, adapter.b});
+  check_wanted(in_order, wanted);
   TORCH_CHECK_NOT_IMPLEMENTED(
       !wanted[kCos] && !wanted[kSin], "multi_head_attention_bwd: cos and sin have no gradient");
   problem.check_results(dy, dweights, residuals, lse);

@@ -95,8 +95,18 @@ class ForwardPass : MhaPass {
     }
     for (int64_t r0 = 0; r0 < out_rows.size(0); r0 += p_.plan.rows) {
       const int64_t n = std::min(p_.plan.rows, out_rows.size(0) - r0);
-      add_rounded(y_sum_.narrow(0, r0, n), packed_factor(out_rows.narrow(0, r0, n)), w_out_.t());
+      const Tensor factor = packed_factor(out_rows.narrow(0, r0, n));
+      add_rounded(y_sum_.narrow(0, r0, n), factor, w_out_.t());
+      if (out_adapter_) adapt_y(g, r0, factor);
     }
+  }
+
+  void adapt_y(const MhaGroup& g, int64_t r0, const Tensor& out) {
+    const int64_t n = out.size(0);
+    out_adapter_.reduce(out, r0, g.head0 * sizes_.value_width, product_buffer_);
+    if (is_last(g))
+      add_rounded(
+          y_sum_.narrow(0, r0, n), packed_factor(out_adapter_.low(r0, n)), out_adapter_.b().t());
   }
 
   // sum += a b, also where the sum is narrower than the product (one group alone: one rounding).

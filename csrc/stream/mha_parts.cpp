@@ -25,7 +25,7 @@ MhaSizes sizes_of(const MhaOperands& o, const MhaOptions& options, const Tensor&
   sizes.kv_heads = options.num_kv_heads;
   sizes.value_width = o.w_out.size(1) / options.num_heads;
   sizes.d_out = o.w_out.size(0);
-  const int64_t rows = o.w_q.size(0);
+  const int64_t rows = weight_rows(o.w_q);
   sizes.width = o.w_k
                     ? rows / sizes.heads
                     : (rows - sizes.kv_heads * sizes.value_width) / (sizes.heads + sizes.kv_heads);
@@ -45,6 +45,18 @@ bool lies_ready(const Tensor& rows, at::ScalarType gemm) {
 }
 
 }  // namespace
+
+int64_t weight_rows(const Tensor& weight) {
+  return weight.dim() == 3 ? weight.size(0) * weight.size(1) : weight.size(0);
+}
+
+Tensor ready_matrix(const Tensor& heads, at::ScalarType gemm) {
+  const bool collapses = heads.size(0) == 1 || heads.size(1) == 1 ||
+                         heads.stride(0) == heads.size(1) * heads.stride(1);
+  if (!collapses) return {};
+  const Tensor rows = heads.flatten(0, 1);
+  return lies_ready(rows, gemm) ? rows : Tensor();
+}
 
 MhaProblem::MhaProblem(const MhaOperands& o, const MhaOptions& opt, const Tensor& seed)
     : operands(o),
@@ -69,25 +81,40 @@ MhaProblem::MhaProblem(const MhaOperands& o, const MhaOptions& opt, const Tensor
   attending.num_heads = sizes.heads;
   attending.scratch = tile_scratch(opt.workspace);
   packs_rows = bool(norm) || rounds();
-  packs_weights = !lies_ready(o.w_out, precision.gemm);
-  for (const Projection& p : projections) {
+  packs_w_out = !lies_ready(o.w_out, precision.gemm);
+  for (Projection& p : projections) {
     packs_rows = packs_rows || !lies_ready(inputs[p.input].rows, precision.gemm);
-    packs_weights = packs_weights || !lies_ready(p.weight, precision.gemm);
+    p.packs = !ready_matrix(p.weight, precision.gemm).defined();
   }
   plan = make_plan();
+}
+
+bool MhaProblem::packed_bias() const {
+  return operands.b_q && operands.b_q->numel() != sizes.part_columns(kQ);
+}
+
+int64_t MhaProblem::widest_rank() const {
+  int64_t rank = 0;
+  for (const AdapterFactors& adapter : operands.adapters)
+    if (adapter.a) rank = std::max(rank, adapter.a->size(0));
+  return rank;
 }
 
 void MhaProblem::read_projections() {
   const MhaOperands& o = operands;
   const OptionalTensor weights[] = {o.w_q, o.w_k, o.w_v}, biases[] = {o.b_q, o.b_k, o.b_v};
-  const int64_t all = sizes.part_columns(kQ) + sizes.part_columns(kK) + sizes.part_columns(kV);
-  const bool packed_bias = o.b_q && o.b_q->size(0) == all;
   int64_t first = 0;
   for (int part = 0; part < kParts; ++part) {
     const int64_t rows = sizes.part_columns(part);
     Projection& p = projections[part];
-    p.weight = o.w_k ? *weights[part] : o.w_q.narrow(0, first, rows);
-    p.bias = packed_bias ? OptionalTensor(o.b_q->narrow(0, first, rows)) : biases[part];
+    const Tensor weight = packed_weight() ? o.w_q.narrow(0, first, rows) : *weights[part];
+    p.weight = weight.dim() == 3
+                   ? weight
+                   : weight.unflatten(0, {sizes.part_heads(part), sizes.part_width(part)});
+    if (packed_bias())
+      p.bias = o.b_q->narrow(0, first, rows);
+    else if (biases[part])
+      p.bias = biases[part]->flatten();
     first += rows;
   }
   projections[kK].input = o.key ? kK : kQ;
@@ -138,15 +165,16 @@ int64_t MhaProblem::bytes(const MhaPlan& p) const {
   };
   const MhaGroup g{0, p.kv_heads, 0, p.kv_heads * sizes.repeats()};
   const int64_t rows_q = sizes.batch * sizes.length_q;
-  int64_t widest = g.heads * sizes.value_width, widest_input = sizes.d_out;
+  int64_t widest = std::max(g.heads * sizes.value_width, widest_rank());
+  int64_t widest_input = std::max(sizes.d_out, widest_rank());
   for (int part = 0; part < kParts; ++part) {
     const int64_t columns = group_columns(g, part);
     const int64_t elements = sizes.batch * sizes.full_length(part) * columns;
-    const int64_t features = projections[part].weight.size(1);
+    const int64_t features = projections[part].features();
     add(elements * compute);                                    // q, k or v
     if (transforms[part].needs_raw()) add(elements * compute);  // before its norm
     add(elements * wide);                                       // its gradient
-    if (packs_weights) add(columns * features * gemm);
+    if (projections[part].packs) add(columns * features * gemm);
     if (sums_weights) add(columns * features * wide);
     widest = std::max(widest, columns);
     widest_input = std::max(widest_input, features);
@@ -154,7 +182,7 @@ int64_t MhaProblem::bytes(const MhaPlan& p) const {
   const int64_t out_columns = g.heads * sizes.value_width;
   add(rows_q * out_columns * compute);  // dout
   if (!options.keep[kResidualOut]) add(rows_q * out_columns * compute);
-  if (packs_weights) add(sizes.d_out * out_columns * gemm);
+  if (packs_w_out) add(sizes.d_out * out_columns * gemm);
   if (sums_weights) add(sizes.d_out * out_columns * wide);
   for (int i = 0; i < 2; ++i)  // delta and the correction of lse
     add(sizes.batch * g.heads * sizes.length_q * wide);
@@ -164,8 +192,7 @@ int64_t MhaProblem::bytes(const MhaPlan& p) const {
     add(p.rows * widest * gemm);
     add(std::max(p.rows, widest) * widest_input * gemm);
   }
-  if (norm)
-    total += p.rows * norm_bytes_per_row(projections[kQ].weight.size(1), precision.accumulate);
+  if (norm) total += p.rows * norm_bytes_per_row(projections[kQ].features(), precision.accumulate);
   return total;
 }
 

@@ -32,10 +32,18 @@ struct MhaSizes {
 // One projection: rows of weight and bias for all heads, and the part whose input it shares (the
 // first such, maybe itself).
 struct Projection {
-  at::Tensor weight;  // [heads * width, D]
-  OptionalTensor bias;
+  at::Tensor weight;    // [heads, width, D], a view of the operand; heads may lie far apart
+  OptionalTensor bias;  // [heads * width]
   int input = kQ;
+  bool packs = false;  // not one dense matrix in the dtype of the products
+
+  int64_t features() const { return weight.size(2); }
 };
+
+// Rows of a weight, whether it is [rows, D] or [heads, width, D].
+int64_t weight_rows(const at::Tensor& weight);
+// [heads, width, D] as the products take it, [heads * width, D]; undefined where that needs a copy.
+at::Tensor ready_matrix(const at::Tensor& heads, at::ScalarType gemm);
 
 // An input [B, L, D] as rows of a matrix, batch by batch, or position by position where that is how
 // it lies in memory.
@@ -71,11 +79,15 @@ struct MhaProblem {
   const Norm norm;
   std::array<HeadTransform, kParts> transforms;
   Attending attending;
-  bool packs_rows, packs_weights;
+  bool packs_rows, packs_w_out;
   MhaPlan plan;
 
   const InputRows& input_of(int part) const { return inputs[projections[part].input]; }
   bool by_length(int part) const { return input_of(part).by_length; }
+  // Whether w_q and b_q hold the rows of all three parts.
+  bool packed_weight() const { return !operands.w_k; }
+  bool packed_bias() const;
+  int64_t widest_rank() const;  // of the adapters, 0 without
   // Products are wider than what is made of them.
   bool rounds() const { return precision.gemm != precision.compute; }
   int64_t group_columns(const MhaGroup& g, int part) const {

@@ -16,19 +16,25 @@ MhaPass::MhaPass(const MhaProblem& problem)
       sizes_(problem.sizes),
       workspace_(problem.bytes(problem.plan), problem.operands.query.device()) {
   const MlpPrecision& precision = p_.precision;
-  int64_t widest = 0, widest_input = sizes_.d_out;
+  int64_t widest = p_.widest_rank(), widest_input = std::max(sizes_.d_out, widest);
   for (int part = 0; part < kParts; ++part) {
-    const int64_t columns = most_columns(part), features = p_.projections[part].weight.size(1);
+    const int64_t columns = most_columns(part), features = p_.projections[part].features();
     const int64_t elements = sizes_.batch * sizes_.full_length(part) * columns;
     part_buffers_[part] = take(true, elements, precision.compute);
     raw_buffers_[part] = take(p_.transforms[part].needs_raw(), elements, precision.compute);
-    weight_buffers_[part] = take(p_.packs_weights, columns * features, precision.gemm);
+    weight_buffers_[part] = take(p_.projections[part].packs, columns * features, precision.gemm);
     widest = std::max(widest, columns);
     widest_input = std::max(widest_input, features);
+    adapters_[part] = InputAdapter(
+        p_.operands.adapters[part], p_.options.adapter_scales[part], precision,
+        sizes_.batch * sizes_.part_length(part));
   }
+  out_adapter_ = OutputAdapter(
+      p_.operands.adapters[kAdaptOut], p_.options.adapter_scales[kAdaptOut], precision,
+      sizes_.batch * sizes_.length_q);
   const int64_t out_columns = p_.plan.kv_heads * sizes_.repeats() * sizes_.value_width;
   widest = std::max(widest, out_columns);
-  w_out_buffer_ = take(p_.packs_weights, sizes_.d_out * out_columns, precision.gemm);
+  w_out_buffer_ = take(p_.packs_w_out, sizes_.d_out * out_columns, precision.gemm);
   chunk_buffer_ = take(p_.packs_rows, p_.plan.rows * widest_input, precision.gemm);
   const bool products = p_.rounds() || precision.gemm != precision.accumulate;
   factor_buffer_ = take(products, p_.plan.rows * widest, precision.gemm);
@@ -62,27 +68,34 @@ Tensor MhaPass::packed_factor(const Tensor& rows) {
 }
 
 void MhaPass::load_weights(const MhaGroup& g) {
-  for (int part = 0; part < kParts; ++part)
-    weights_[part] = packed(
-        p_.projections[part].weight.narrow(
-            0, g.first(part) * sizes_.part_width(part), p_.group_columns(g, part)),
-        weight_buffers_[part]);
+  for (int part = 0; part < kParts; ++part) {
+    const Tensor heads = p_.projections[part].weight.narrow(0, g.first(part), g.count(part));
+    weights_[part] = ready_matrix(heads, p_.precision.gemm);
+    if (weights_[part].defined()) continue;
+    weights_[part] =
+        matrix(weight_buffers_[part], p_.group_columns(g, part), p_.projections[part].features());
+    weights_[part].view(heads.sizes()).copy_(heads);
+  }
   w_out_ = packed(
       p_.operands.w_out.narrow(1, g.head0 * sizes_.value_width, g.heads * sizes_.value_width),
       w_out_buffer_);
 }
 
-void MhaPass::project(const Tensor& x, int part, const MhaGroup& g, const Tensor& target) {
+void MhaPass::project(
+    const Tensor& x, int part, const MhaGroup& g, int64_t r0, const Tensor& target) {
   const OptionalTensor& bias = p_.projections[part].bias;
   Tensor product = p_.rounds() ? matrix(factor_buffer_, target.size(0), target.size(1)) : target;
   const Tensor w = weights_[part].t();
   if (bias) {
-    product.copy_(bias->narrow(0, g.first(part) * sizes_.part_width(part), target.size(1))
-                      .unsqueeze(0)
-                      .expand_as(product));
+    product.copy_(
+        bias->narrow(0, first_column(g, part), target.size(1)).unsqueeze(0).expand_as(product));
     at::addmm_out(product, product, x, w);
   } else {
     at::mm_out(product, x, w);
+  }
+  if (adapters_[part]) {
+    if (is_first(g)) adapters_[part].reduce(x, r0);
+    adapters_[part].expand(product, r0, first_column(g, part));
   }
   if (p_.rounds()) Tensor(target).copy_(product);
 }
@@ -114,7 +127,7 @@ void MhaPass::make_heads(
     for_each_chunk(input, [&](int64_t r0, int64_t n, int64_t to) {
       const Tensor x = input_chunk(input, r0, n);
       for (const int part : parts)
-        project(x, part, g, rows[part].narrow(0, part == kQ ? r0 : to, n));
+        project(x, part, g, r0, rows[part].narrow(0, part == kQ ? r0 : to, n));
     });
   }
   for (int part = 0; part < kParts; ++part) {

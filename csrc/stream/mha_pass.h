@@ -1,6 +1,7 @@
 // The machinery of both passes of multi-head attention: buffers, chunks of rows, projections.
 #pragma once
 
+#include "mha_adapters.h"
 #include "mha_parts.h"
 
 namespace fused_remat {
@@ -43,6 +44,11 @@ class MhaPass {
       const MhaGroup& g, const std::array<OptionalTensor, kMhaResiduals>& kept,
       const std::array<at::Tensor, kMhaResiduals>* keep_to);
 
+  bool is_first(const MhaGroup& g) const { return g.kv0 == 0; }
+  bool is_last(const MhaGroup& g) const { return g.kv0 + g.kv_heads == sizes_.kv_heads; }
+  int64_t first_column(const MhaGroup& g, int part) const {
+    return g.first(part) * sizes_.part_width(part);
+  }
   at::Tensor take(bool needed, int64_t numel, at::ScalarType dtype);
   at::Tensor part_rows(const at::Tensor& flat, const MhaGroup& g, int part) const;
   int64_t most_columns(int part) const {
@@ -54,11 +60,14 @@ class MhaPass {
   Workspace workspace_;
   std::array<at::Tensor, kParts> weights_;  // of the group
   at::Tensor w_out_;
+  std::array<InputAdapter, kParts> adapters_;
+  OutputAdapter out_adapter_;
   std::array<at::Tensor, kParts> heads_;  // of the group, [B, heads, length, width]
   std::array<at::Tensor, kParts> raw_;    // before their norm, where they have one
 
  private:
-  void project(const at::Tensor& x, int part, const MhaGroup& g, const at::Tensor& target);
+  void project(
+      const at::Tensor& x, int part, const MhaGroup& g, int64_t r0, const at::Tensor& target);
   void fill_extra(const MhaGroup& g, int part, const at::Tensor& heads);
 
   // Flat workspace pieces; undefined where not needed.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from fused_remat import budget, dispatch, reference
 from fused_remat._triton import arch_of
 from fused_remat.functional.attention import MASKS, check_head_counts, check_real, check_scale, check_softcap
+from fused_remat.functional.heads import ADAPTERS, check_shapes
 from fused_remat.functional.masks import Corner, Window, broadcast_mask, check_band, check_key_padding_mask
 from fused_remat.functional.operands import (
     Operands,
@@ -19,9 +18,19 @@ from fused_remat.functional.operands import (
     check_tensors,
     why_reference_only,
 )
-from fused_remat.settings import Norm, check_dropout, check_eps, check_flags, check_norm, check_residuals
+from fused_remat.settings import (
+    LowRank,
+    Norm,
+    check_dropout,
+    check_eps,
+    check_flags,
+    check_low_rank,
+    check_norm,
+    check_residuals,
+)
 
 RESIDUALS = ("q", "k", "v", "out")
+_FACTORS = tuple(f"{name}.{factor}" for name in ADAPTERS for factor in "ab")
 
 Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -55,6 +64,10 @@ def multi_head_attention(
     qk_norm_eps: float = 1e-6,
     rotary: tuple[Tensor, Tensor] | None = None,  # cos and sin, [L, R] or [1 or B, L, R]
     rotary_interleaved: bool = False,
+    q_adapter: LowRank | None = None,
+    k_adapter: LowRank | None = None,
+    v_adapter: LowRank | None = None,
+    out_adapter: LowRank | None = None,
     need_weights: bool = False,
     average_attn_weights: bool = True,
     keep: tuple[str, ...] = ("out",),
@@ -70,7 +83,9 @@ def multi_head_attention(
         query, key, value: inputs. `key` None: self-attention, of the query (after `norm`); `value` None: the key.
             The same tensor passed twice counts as None.
         in_proj_weight, in_proj_bias: rows of q, then k, then v, as nn.MultiheadAttention packs them, or a tuple of
-            three; a packed weight needs key and value as wide as the query. Any part of a bias tuple may be None.
+            three; a packed weight needs key and value as wide as the query. Any part of a bias tuple may be None. A
+            part may also be [heads, width, D] (bias: [heads, width]) of any strides, as a view of a weight that holds
+            q, k and v of a head together gives it; such a part is never copied whole.
         num_kv_heads: Hk, which divides num_heads (Ainslie et al. 2023); num_heads if None.
         attn_mask, key_padding_mask, is_causal, causal, window, dropout_p, scale, softcap, training: as
             `fused_remat.attention`.
@@ -80,6 +95,9 @@ def multi_head_attention(
         q_norm, k_norm: weights of an RMSNorm over each head (Zhang and Sennrich 2019), before rotation.
         rotary: cos and sin of a rotary embedding (Su et al. 2021) of the first R features of q and k, which then need
             equal lengths; pairs are (i, i + R / 2), or (2 i, 2 i + 1) where `rotary_interleaved`.
+        q_adapter, k_adapter, v_adapter, out_adapter: low-rank adapters beside the projections, with factors of any
+            floating dtype; the first three go with three weights. Base weights that need no gradient cost none of its
+            products, and the rows between the factors are rebuilt too.
         need_weights: also return the probabilities after dropout, [B, Lq, Lk + extra keys] averaged over heads without
             a [B, H, Lq, Lk] tensor, or [B, H, Lq, Lk + extra keys] unless `average_attn_weights`; differentiable.
         keep: residuals that backward need not rebuild: any of "q", "k", "v" (as projected) and "out" (of the
@@ -99,8 +117,9 @@ def multi_head_attention(
         attn_mask=attn_mask, key_padding_mask=key_padding_mask, is_causal=is_causal, causal=causal, window=window,
         dropout_p=dropout_p, scale=scale, softcap=softcap, training=training, bias_k=bias_k, bias_v=bias_v,
         add_zero_attn=add_zero_attn, norm=norm, q_norm=q_norm, k_norm=k_norm, qk_norm_eps=qk_norm_eps, rotary=rotary,
-        rotary_interleaved=rotary_interleaved, need_weights=need_weights, average_attn_weights=average_attn_weights,
-        keep=keep, workspace=workspace,
+        rotary_interleaved=rotary_interleaved, q_adapter=q_adapter, k_adapter=k_adapter, v_adapter=v_adapter,
+        out_adapter=out_adapter, need_weights=need_weights, average_attn_weights=average_attn_weights, keep=keep,
+        workspace=workspace,
     ).run()  # fmt: skip
     return (y, probabilities) if need_weights else y
 
@@ -113,7 +132,8 @@ def prepare_multi_head_attention(
     window: Window | None, dropout_p: float, scale: float | None, softcap: float | None,
     training: bool, bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool, norm: Norm | None,
     q_norm: Tensor | None, k_norm: Tensor | None, qk_norm_eps: float, rotary: tuple[Tensor, Tensor] | None,
-    rotary_interleaved: bool, need_weights: bool, average_attn_weights: bool, keep: tuple[str, ...],
+    rotary_interleaved: bool, q_adapter: LowRank | None, k_adapter: LowRank | None, v_adapter: LowRank | None,
+    out_adapter: LowRank | None, need_weights: bool, average_attn_weights: bool, keep: tuple[str, ...],
     workspace: int | None,
 ) -> Prepared:  # fmt: skip
     """Refuse what cannot be meant, before anything is computed; arguments as `multi_head_attention`."""
@@ -122,16 +142,18 @@ def prepare_multi_head_attention(
     weights, biases = _three("in_proj_weight", in_proj_weight), _three("in_proj_bias", in_proj_bias)
     cos, sin = _check_rotary(rotary)
     check_norm(norm)
+    adapters = (q_adapter, k_adapter, v_adapter, out_adapter)
+    _check_adapters(adapters, weights)
     operands = _named_operands(
         query, key, value, weights, biases, out_proj_weight, out_proj_bias, bias_k, bias_v, norm, q_norm, k_norm, cos,
-        sin, attn_mask, key_padding_mask,
+        sin, attn_mask, key_padding_mask, adapters,
     )  # fmt: skip
     check_flags(
         add_zero_attn=add_zero_attn, rotary_interleaved=rotary_interleaved, need_weights=need_weights,
         average_attn_weights=average_attn_weights,
     )  # fmt: skip
     qk_norm_eps = check_eps("qk_norm_eps", qk_norm_eps)
-    sizes = _check_shapes(operands, weights, biases, num_heads, num_kv_heads)
+    sizes = check_shapes(operands, weights, biases, num_heads, num_kv_heads)
     mask = broadcast_mask("attn_mask", attn_mask, (sizes.batch, num_heads, sizes.length_q, sizes.length_k))
     check_key_padding_mask(key_padding_mask, sizes.batch, sizes.length_k)
     band = check_band(is_causal, causal, window)
@@ -144,7 +166,7 @@ def prepare_multi_head_attention(
         device=query.device.type,
         arch=arch_of(query.device),
         width=max(sizes.width, sizes.value_width),
-        dtype=check_real(check_dtypes(operands, masks=MASKS)),
+        dtype=check_real(check_dtypes(operands, masks=MASKS, factors=_FACTORS)),
         reference_only=why_reference_only(operands) or _why_rotary_is_learned(cos, sin),
     )
     cos, sin = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in (cos, sin))
@@ -154,15 +176,18 @@ def prepare_multi_head_attention(
             call.dtype, query, key, value, weights, biases, out_proj_weight, out_proj_bias, num_heads, num_kv_heads,
             bias_k=bias_k, bias_v=bias_v, add_zero_attn=add_zero_attn, norm=norm, q_norm=q_norm, k_norm=k_norm,
             qk_norm_eps=qk_norm_eps, rotary=None if cos is None else (cos, sin), rotary_interleaved=rotary_interleaved,
-            average_attn_weights=average_attn_weights, attn_mask=mask, key_padding_mask=key_padding_mask,
-            causal=band.causal, window=band.window, dropout_p=p, scale=scale, softcap=softcap or None,
+            average_attn_weights=average_attn_weights, adapters=adapters, attn_mask=mask,
+            key_padding_mask=key_padding_mask, causal=band.causal, window=band.window, dropout_p=p, scale=scale,
+            softcap=softcap or None,
         )  # fmt: skip
 
     arguments = (
         query, key, value, *_padded(weights), *_padded(biases), out_proj_weight, out_proj_bias, bias_k, bias_v,
         operands["norm.weight"], operands["norm.bias"], q_norm, k_norm, cos, sin, mask, key_padding_mask,
+        *(operands[name] for name in _FACTORS),
         num_heads, num_kv_heads, add_zero_attn, norm.kind if norm else "", norm.eps if norm else 0.0, qk_norm_eps,
         rotary_interleaved, *band.codes(), p, scale, softcap, need_weights and (1 if average_attn_weights else 2),
+        *(1.0 if adapter is None else float(adapter.scale) for adapter in adapters),
         *(name in keep for name in RESIDUALS), budget.resolve(workspace, query.device.type),
     )  # fmt: skip
     return Prepared(call, arguments, on_reference)
@@ -173,6 +198,7 @@ def _named_operands(
     biases: dict[str, Tensor | None], out_proj_weight: Tensor, out_proj_bias: Tensor | None, bias_k: Tensor | None,
     bias_v: Tensor | None, norm: Norm | None, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor | None,
     sin: Tensor | None, attn_mask: Tensor | None, key_padding_mask: Tensor | None,
+    adapters: tuple[LowRank | None, ...],
 ) -> Operands:  # fmt: skip
     """The tensors by the names that messages use, once they are tensors."""
     operands = {
@@ -184,6 +210,8 @@ def _named_operands(
         "q_norm": q_norm, "k_norm": k_norm, "rotary[0]": cos, "rotary[1]": sin,
         "attn_mask": attn_mask, "key_padding_mask": key_padding_mask,
     }  # fmt: skip
+    for name, adapter in zip(ADAPTERS, adapters, strict=True):
+        operands |= {f"{name}.a": adapter and adapter.a, f"{name}.b": adapter and adapter.b}
     required = [f"in_proj_weight{part}" for part in weights]
     check_tensors(operands, required=("query", "out_proj_weight", *required))
     check_strided(operands)
@@ -203,80 +231,14 @@ def _padded(parts: dict[str, Tensor | None]) -> list[Tensor | None]:
     return [*parts.values(), None, None][:3]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The dims that the operands agree on."""
-
-    batch: int
-    length_q: int
-    length_k: int
-    width: int  # E
-    value_width: int  # Ev
-
-
-def _check_shapes(
-    operands: Operands,
-    weights: dict[str, Tensor],
-    biases: dict[str, Tensor | None],
-    num_heads: int,
-    num_kv_heads: int,
-) -> Sizes:
-    query, out_proj_weight = operands["query"], operands["out_proj_weight"]
-    key = query if operands["key"] is None else operands["key"]
-    value = key if operands["value"] is None else operands["value"]
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 3:
-            raise ValueError(f"{name} must be [B, length, features] with 3 dims, got {list(x.shape)}")
-    if key.shape[0] != query.shape[0] or value.shape[:2] != key.shape[:2]:
-        raise ValueError(
-            "query, key and value must share the batch size, and key and value the length; got "
-            f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
-        )
-    for name in ("out_proj_weight", *(f"in_proj_weight{part}" for part in weights)):
-        if operands[name].dim() != 2:
-            raise ValueError(f"{name} must be [out, in] with 2 dims, got {list(operands[name].shape)}")
-    if out_proj_weight.shape[1] % num_heads:
-        raise ValueError(f"out_proj_weight must be [Do, H Ev] with H={num_heads}, got {list(out_proj_weight.shape)}")
-    value_width = out_proj_weight.shape[1] // num_heads
-    rows_v = num_kv_heads * value_width
-    if len(weights) == 1:
-        rows = weights[""].shape[0] - rows_v
-        width, rest = divmod(max(rows, 0), num_heads + num_kv_heads)
-        inputs = {"": query}
-        for name, x in (("key", key), ("value", value)):
-            if x.shape[-1] != query.shape[-1]:
-                raise ValueError(
-                    f"{name} has {x.shape[-1]} features and query {query.shape[-1]}, which one packed in_proj_weight "
-                    "cannot project; pass a tuple of three weights"
-                )
-    else:
-        width, rest = divmod(weights["[0]"].shape[0], num_heads)
-        inputs = {"[0]": query, "[1]": key, "[2]": value}
-    if width < 1 or rest:
-        raise ValueError(
-            f"in_proj_weight must have H E rows for q, Hk E for k and Hk Ev for v, with H={num_heads}, "
-            f"Hk={num_kv_heads} and Ev={value_width} (columns of out_proj_weight / H); got "
-            f"{', '.join(str(list(w.shape)) for w in weights.values())}"
-        )
-    part_rows = (num_heads * width, num_kv_heads * width, rows_v)
-    expected = {f"in_proj_weight{part}": (_rows(part, part_rows), x.shape[-1]) for part, x in inputs.items()}
-    expected |= {f"in_proj_bias{part}": (_rows(part, part_rows),) for part in biases}
-    expected |= {
-        "out_proj_bias": (out_proj_weight.shape[0],), "bias_k": (part_rows[1],), "bias_v": (part_rows[2],),
-        "norm.weight": (query.shape[-1],), "norm.bias": (query.shape[-1],), "q_norm": (width,), "k_norm": (width,),
-    }  # fmt: skip
-    for name, shape in expected.items():
-        if operands[name] is not None and tuple(operands[name].shape) != shape:
-            raise ValueError(f"{name} must have shape {list(shape)}, got {list(operands[name].shape)}")
-    if (operands["bias_k"] is None) != (operands["bias_v"] is None):
-        raise ValueError("bias_k and bias_v go together; pass both or neither")
-    sizes = Sizes(query.shape[0], query.shape[1], key.shape[1], width, value_width)
-    _check_rotary_shapes(operands, sizes)
-    return sizes
-
-
-def _rows(part: str, part_rows: tuple[int, int, int]) -> int:
-    return sum(part_rows) if part == "" else part_rows[int(part[1])]
+def _check_adapters(adapters: tuple[LowRank | None, ...], weights: dict[str, Tensor]) -> None:
+    for name, adapter in zip(ADAPTERS, adapters, strict=True):
+        check_low_rank(name, adapter)
+        if adapter is not None and name != "out_adapter" and len(weights) == 1:
+            raise ValueError(
+                f"{name} adapts one of three projections, but in_proj_weight is one packed tensor; pass a tuple of "
+                "three weights, e.g. in_proj_weight.split(rows)"
+            )
 
 
 def _check_rotary(rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
@@ -287,26 +249,6 @@ def _check_rotary(rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, 
         got = [type(t).__name__ for t in rotary] if is_pair else type(rotary).__name__
         raise TypeError(f"rotary must be a pair (cos, sin) of tensors, got {got}")
     return tuple(rotary)
-
-
-def _check_rotary_shapes(operands: Operands, sizes: Sizes) -> None:
-    cos, sin = operands["rotary[0]"], operands["rotary[1]"]
-    if cos is None:
-        return
-    if sizes.length_q != sizes.length_k:
-        raise ValueError(
-            f"rotary turns q and k by the same angles, so their lengths must be equal, got {sizes.length_q} and "
-            f"{sizes.length_k}"
-        )
-    for name, t in (("rotary[0] (cos)", cos), ("rotary[1] (sin)", sin)):
-        fits = t.dim() in (2, 3) and t.shape[-2] == sizes.length_q and t.shape[-1] % 2 == 0
-        if not fits or t.shape[-1] > sizes.width or (t.dim() == 3 and t.shape[0] not in (1, sizes.batch)):
-            raise ValueError(
-                f"{name} must be [L, R] or [1 or B, L, R] with L={sizes.length_q}, B={sizes.batch} and an even R of "
-                f"at most E={sizes.width}, got {list(t.shape)}"
-            )
-    if cos.shape != sin.shape:
-        raise ValueError(f"cos and sin must have one shape, got {list(cos.shape)} and {list(sin.shape)}")
 
 
 def _why_rotary_is_learned(cos: Tensor | None, sin: Tensor | None) -> str | None:
@@ -328,6 +270,7 @@ def _reference(
         [cast(w) for w in _padded(weights)], [cast(b) for b in _padded(biases)], num_heads, num_kv_heads,
         w_out.shape[1] // num_heads,
     )  # fmt: skip
+    settings["adapters"] = [a and LowRank(cast(a.a), cast(a.b), a.scale) for a in settings["adapters"]]
     tensors = ("bias_k", "bias_v", "q_norm", "k_norm")
     settings = {name: cast(t) if name in tensors else t for name, t in settings.items()}
     if settings["rotary"] is not None:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from fused_remat import reference
 from fused_remat.ops.attention import CAUSAL, split_masks, wide, window_of
-from fused_remat.settings import Norm
+from fused_remat.settings import LowRank, Norm
 
-OPERANDS = 21  # the leading arguments, all tensors or None
+OPERANDS = 29  # the leading arguments, all tensors or None
 _MASKS = (19, 20)
+_FIRST_FACTOR = OPERANDS - 8  # a and b of the adapters of q, k, v and the output projection
+_BELOW_HEADS = (9, 10, OPERANDS - 2, OPERANDS - 1)  # of the output projection: their gradients need none of the heads
 
 
 @cache
@@ -41,6 +43,15 @@ def _rows_like(x: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return x.new_empty((batch, length, columns), dtype=dtype)
 
 
+def _adapters(call: SimpleNamespace) -> list[LowRank | None]:
+    """The low-rank adapters of q, k, v and the output projection; those of a FLOP formula have shapes for factors."""
+    named = vars(call)
+    return [
+        None if named[f"{p}_a"] is None else LowRank(named[f"{p}_a"], named[f"{p}_b"], named[f"{p}_adapter_scale"])
+        for p in ("q", "k", "v", "out")
+    ]
+
+
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     call = _call(args)
     query, dtype = call.query, call.compute_dtype or call.query.dtype
@@ -59,7 +70,7 @@ def _fake_fwd(*args: Any) -> tuple[Tensor, ...]:
     call = _call(args)
     query, dtype = call.query, call.compute_dtype or call.query.dtype
     value_width = call.w_out.shape[1] // call.num_heads
-    width = reference.head_width(call.w_q.shape[0], call.w_k is None, call.num_heads, call.num_kv_heads, value_width)
+    width = reference.head_width(call.w_q.shape, call.w_k is None, call.num_heads, call.num_kv_heads, value_width)
     key = query if call.key is None else call.key
     value = key if call.value is None else call.value
 
@@ -100,7 +111,7 @@ def _reference(*args: Any) -> tuple[Tensor, Tensor]:
         name: operand.to(dtype) if isinstance(operand, Tensor) and "mask" not in name else operand
         for name, operand in zip(_names()[:OPERANDS], args[:OPERANDS], strict=True)
     }
-    t = SimpleNamespace(**cast)
+    t = SimpleNamespace(**vars(call) | cast)
     weights, biases = reference.unpack_projections(
         (t.w_q, t.w_k, t.w_v), (t.b_q, t.b_k, t.b_v), call.num_heads, call.num_kv_heads,
         t.w_out.shape[1] // call.num_heads,
@@ -112,7 +123,7 @@ def _reference(*args: Any) -> tuple[Tensor, Tensor]:
         q_norm=t.q_norm, k_norm=t.k_norm, qk_norm_eps=call.qk_norm_eps,
         rotary=None if t.cos is None else (t.cos, t.sin), rotary_interleaved=call.rotary_interleaved,
         average_attn_weights=call.need_weights == 1, attn_mask=t.attn_mask, key_padding_mask=t.key_mask,
-        causal=CAUSAL[call.causal], window=window_of(call.window_left, call.window_right),
+        adapters=_adapters(t), causal=CAUSAL[call.causal], window=window_of(call.window_left, call.window_right),
         dropout_p=call.dropout_p, scale=call.scale, softcap=call.softcap or None, seed=seed,
     )  # fmt: skip
     return y, probabilities if call.need_weights else y.new_empty((0,))
@@ -135,8 +146,8 @@ def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
         batch, length_q, _ = call.query
         length_k = (call.key or call.query)[1]
         value_width = call.w_out[1] // call.num_heads
-        width = reference.head_width(call.w_q[0], call.w_k is None, call.num_heads, call.num_kv_heads, value_width)
-        widths_in = [(w or call.w_q)[1] for w in (call.w_q, call.w_k, call.w_v)]
+        width = reference.head_width(call.w_q, call.w_k is None, call.num_heads, call.num_kv_heads, value_width)
+        widths_in = [(w or call.w_q)[-1] for w in (call.w_q, call.w_k, call.w_v)]
         rows = (call.num_heads * width, call.num_kv_heads * width, call.num_kv_heads * value_width)
         projections = tuple(
             2 * batch * length * n * d
@@ -147,22 +158,47 @@ def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
         out = 2 * batch * length_q * call.w_out[0] * call.w_out[1]
         return scores * (width + value_width), projections, out
 
+    def narrow_products(args: tuple[Any, ...]) -> list[tuple[int, int]]:
+        """FLOP of x a^T and of its product with b^T, for the adapters of q, k, v and the output projection."""
+        call = _call(args)
+        batch, length_q, _ = call.query
+        length_k = (call.key or call.query)[1]
+        tokens = [batch * length for length in (length_q, length_k, length_k, length_q)]
+        return [
+            (0, 0) if adapter is None else (2 * m * adapter.a[0] * adapter.a[1], 2 * m * adapter.b[0] * adapter.b[1])
+            for m, adapter in zip(tokens, _adapters(call), strict=True)
+        ]
+
     def forward(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         core, projections, out = sizes(args[: len(_names())])
-        return core + sum(projections) + out
+        narrow = narrow_products(args[: len(_names())])
+        return core + sum(projections) + out + sum(sum(products) for products in narrow)
+
+    def in_adapter(reduce: int, expand: int, da: bool, db: bool, dx: bool, *, kept: bool) -> int:
+        """FLOP of the gradients of an adapter of q, k or v, and of dx through it."""
+        return expand * (db + (da or dx)) + reduce * (da + dx + (db and kept))
+
+    def out_adapter(reduce: int, expand: int, da: bool, db: bool) -> int:
+        """Likewise of the output projection, which is rebuilt for db; dx is always made."""
+        return (reduce + expand) * (1 + db) + reduce * da
 
     def backward(dy: Any, dweights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         core, projections, out = sizes(args[: len(_names())])
         (*_, q, k, v, kept_out, _lse), wanted, _ = split_masks(args)
-        through_heads = any(wanted[i] for i in range(OPERANDS) if i not in (9, 10))
+        through_heads = any(wanted[i] for i in range(OPERANDS) if i not in _BELOW_HEADS)
         rebuilt = sum(flop for flop, kept in zip(projections, (q, k, v), strict=True) if kept is None)
         total = rebuilt + out * (1 + wanted[9]) + (core if kept_out is None else 0)
+        *narrow, narrow_out = narrow_products(args[: len(_names())])
+        total += out_adapter(*narrow_out, *wanted[OPERANDS - 2 : OPERANDS])
+        total += sum(sum(products) for products, kept in zip(narrow, (q, k, v), strict=True) if kept is None)
         if not through_heads:
             return total
         packed = args[4] is None
         for part, flop in enumerate(projections):
             source = 0 if args[1] is None else (part if args[part] is not None else 1)
             total += flop * (bool(wanted[source]) + bool(wanted[3 if packed else 3 + part]))
+            factors = wanted[_FIRST_FACTOR + 2 * part :][:2]
+            total += in_adapter(*narrow[part], *factors, wanted[source], kept=(q, k, v)[part] is not None)
         return total + core * 5 // 2
 
     packets = torch.ops.fused_remat
