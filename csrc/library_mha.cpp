@@ -15,6 +15,7 @@ using at::Tensor;
 using std::string;
 using torch::jit::Stack;
 
+// torch takes at most 64 arguments, and backward has most of them: more settings need to share one.
 const string kArguments =
     "Tensor query, Tensor? key, Tensor? value, Tensor w_q, Tensor? w_k, Tensor? w_v, Tensor? b_q, "
     "Tensor? b_k, Tensor? b_v, Tensor w_out, Tensor? b_out, Tensor? bias_k, Tensor? bias_v, "
@@ -23,9 +24,8 @@ const string kArguments =
     "Tensor? k_b, Tensor? v_a, Tensor? v_b, Tensor? out_a, Tensor? out_b, "
     "int num_heads, int num_kv_heads, bool add_zero_attn, str norm, float norm_eps, "
     "float qk_norm_eps, bool rotary_interleaved, int causal, int window_left, int window_right, "
-    "float dropout_p, float scale, float softcap, int need_weights, float q_adapter_scale, "
-    "float k_adapter_scale, float v_adapter_scale, float out_adapter_scale, bool keep_q, "
-    "bool keep_k, bool keep_v, bool keep_out, int workspace, str backend, "
+    "float dropout_p, float scale, float softcap, int need_weights, float[] adapter_scales, "
+    "bool keep_q, bool keep_k, bool keep_v, bool keep_out, int workspace, str backend, "
     "ScalarType? compute_dtype";
 
 // Arguments in their order on the stack.
@@ -49,8 +49,12 @@ class Reader {
     return adapters;
   }
   std::array<double, kMhaAdapters> scales() {
+    const c10::List<double> list = value().toDoubleList();
+    TORCH_CHECK_VALUE(
+        list.size() == kMhaAdapters, "adapter_scales must have ", int(kMhaAdapters),
+        " entries, got ", list.size());
     std::array<double, kMhaAdapters> scales;
-    for (double& scale : scales) scale = number();
+    for (size_t i = 0; i < scales.size(); ++i) scales[i] = list.get(i);
     return scales;
   }
 

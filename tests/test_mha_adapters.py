@@ -356,7 +356,7 @@ def test_bad_adapters_are_refused(case):
     "changes",
     (
         {"q_a": None}, {"k_b": None}, {"q_a": ONES(3, 7)}, {"v_b": ONES(9, 1)}, {"out_a": ONES(3, 8)},
-        {"out_b": ONES(6, 2, 1)}, {"k_a": ONES(18)},
+        {"out_b": ONES(6, 2, 1)}, {"k_a": ONES(18)}, {"adapter_scales": [1.0, 1.0]},
     ),
     ids=str,
 )  # fmt: skip
@@ -368,6 +368,11 @@ def test_the_op_checks_its_own_factors(changes):
     op(*named.values())
     with pytest.raises(ValueError):
         op(*(named | changes).values())
+
+
+def test_the_ops_have_no_more_arguments_than_torch_takes():
+    """torch registers ops of at most 64 arguments, and aborts where one has more."""
+    assert len(torch.ops.fused_remat.multi_head_attention_bwd.default._schema.arguments) <= 64
 
 
 def test_every_adapter_has_a_case():

@@ -54,8 +54,9 @@ def test_both_chunk_axes_in_many_chunks(rows, gated, backend):
     (
         mha_cases.Block(norm="layer_norm", qk_norm=True, bias_kv=True),
         mha_cases.Block(packed=False, model_k=4, model_v=3, length_k=7, out=5, kv_heads=1),
+        mha_cases.Block(packed=False, blocked=True, ranks=(2, 3, 3, 2)),
     ),
-    ids=("packed", "separate"),
+    ids=("packed", "separate", "by heads, adapters"),
 )
 @pytest.mark.parametrize("budget", (None, 1), ids=("one-group", "least"))
 def test_every_operand_of_an_attention_block(budget, block, backend):

@@ -187,7 +187,7 @@ def prepare_multi_head_attention(
         *(operands[name] for name in _FACTORS),
         num_heads, num_kv_heads, add_zero_attn, norm.kind if norm else "", norm.eps if norm else 0.0, qk_norm_eps,
         rotary_interleaved, *band.codes(), p, scale, softcap, need_weights and (1 if average_attn_weights else 2),
-        *(1.0 if adapter is None else float(adapter.scale) for adapter in adapters),
+        [1.0 if adapter is None else float(adapter.scale) for adapter in adapters],
         *(name in keep for name in RESIDUALS), budget.resolve(workspace, query.device.type),
     )  # fmt: skip
     return Prepared(call, arguments, on_reference)

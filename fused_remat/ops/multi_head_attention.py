@@ -47,8 +47,8 @@ def _adapters(call: SimpleNamespace) -> list[LowRank | None]:
     """The low-rank adapters of q, k, v and the output projection; those of a FLOP formula have shapes for factors."""
     named = vars(call)
     return [
-        None if named[f"{p}_a"] is None else LowRank(named[f"{p}_a"], named[f"{p}_b"], named[f"{p}_adapter_scale"])
-        for p in ("q", "k", "v", "out")
+        None if named[f"{part}_a"] is None else LowRank(named[f"{part}_a"], named[f"{part}_b"], scale)
+        for part, scale in zip(("q", "k", "v", "out"), call.adapter_scales, strict=True)
     ]
 
 
