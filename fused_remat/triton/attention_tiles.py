@@ -271,11 +271,11 @@ def scores(a, b, i, j, batch, head, attn_mask, key_mask, n, SPEC: tl.constexpr):
 
 @triton.jit
 def scores_and_slopes(a, b, i, j, batch, head, attn_mask, key_mask, n, SPEC: tl.constexpr):
-    """`scores`, and their derivative by the scaled products: that of the cap, None without one."""
+    """`scores`, and their derivative by the scaled products: that of the cap, 1 without one."""
     nothing: tl.constexpr = float("-inf")
     inside: tl.constexpr = SPEC.even_k and not SPEC.extra_keys
     s = tl.dot(a, tl.trans(b), input_precision=SPEC.precision, out_dtype=SPEC.accumulate) * number(n.scale, SPEC)
-    slopes = None
+    slopes = 1.0
     if SPEC.cap != "":
         s, slopes = tanh(s, SPEC)
         s = s * number(n.softcap, SPEC)
