@@ -105,7 +105,8 @@ def test_bfloat16_is_as_precise_as_stock(name):
 def test_life_of_a_converted_model(name):
     family, model = made(name)
     stock = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, stock)]
+    # Not Adam: it makes a step of full size of a gradient that is 0 but for rounding (a key's bias).
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9) for m in (model, stock)]
     identities, keys = [id(p) for p in model.parameters()], list(model.state_dict())
     convert(model)
     assert [id(p) for p in model.parameters()] == identities and list(model.state_dict()) == keys
@@ -114,7 +115,7 @@ def test_life_of_a_converted_model(name):
             step(family, trained)
             optimizer.step()
     for got, want in zip(model.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     stock.load_state_dict(model.state_dict(), strict=True)
     expected = step(family, stock)
 

@@ -29,13 +29,18 @@ from fused_remat.convert.norms import FusedNorm
 from fused_remat.convert.patterns import is_conv1d
 from fused_remat.convert.rebind import fused_class
 
-# Attributes that change what an attention computes, wherever they are.
-_SETTINGS = ("is_causal", "num_heads", "head_dim", "num_key_value_heads", "num_key_value_groups", "scaling", "scale")
-_WORDS = ("softmax", "scaled_dot_product_attention", "attention_interface", "attention_function", "flex_attention")
+_WORDS = (
+    "softmax",
+    "scaled_dot_product_attention",
+    "attention_interface",
+    "attention_function",
+    "flex_attention",
+    "self.self(",
+)
 
 # What says where a module is, or what state it is in, instead of what it computes; and the containers of nn.Module.
 _PLACE = frozenset(("layer_idx", "layer_id", "training", *vars(nn.Module())))
-_VALUES = (str, int, float, bool, type(None), tuple)
+_VALUES = (str, int, float, bool, tuple)
 
 Seen = dict[tuple[Path, ...], tuple[list[Observation] | str, list[Observation] | str]]
 
@@ -60,7 +65,9 @@ def examine_attention_layer(layer: nn.Module, keep: tuple[str, ...], known: dict
 
 def fingerprint(module: nn.Module) -> tuple[Any, ...]:
     """Equal for modules that differ in nothing but the values of tensors and their place in a model."""
-    own = tuple((n, v if isinstance(v, _VALUES) else id(v)) for n, v in vars(module).items() if n not in _PLACE)
+    own = tuple(
+        (n, v if v is None or isinstance(v, _VALUES) else id(v)) for n, v in vars(module).items() if n not in _PLACE
+    )
     tensors = tuple(
         (n, None if t is None else tuple(t.shape)) for n, t in (module._parameters | module._buffers).items()
     )
@@ -87,11 +94,14 @@ def _examine(layer: nn.Module, keep: tuple[str, ...]) -> FusedAttentionLayer | s
 @functools.cache
 def _computes_attention(cls: type[nn.Module]) -> bool:
     """Whether the code of `cls` looks like an attention, or calls one in a child: by words in its source."""
-    try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):  # made at run time, or in a prompt
-        return "attention" in cls.__name__.lower() or "attn" in cls.__name__.lower()
-    return any(word in source for word in _WORDS) or "self.self(" in source
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):  # made at run time, or in a prompt
+            source = "softmax" if "attention" in base.__name__.lower() else ""
+        if any(word in source for word in _WORDS):
+            return True
+    return False
 
 
 def _why_no_layout(layer: nn.Module) -> str | None:
@@ -108,14 +118,15 @@ def _settle(layer: nn.Module, layout: AttentionLayout, keep: tuple[str, ...], se
     norms = _head_norms(layer, layout)
     if isinstance(norms, str):
         return norms
-    if layout.linears not in seen:
+    key = (*layout.linears, layout.dropout)
+    if key not in seen:
         alone = observe(layer, layout, linear, norms, SCENARIOS)
         crossed = observe(layer, layout, linear, norms, CROSSING) if takes_keys(layer) else "it takes no other keys"
-        seen[layout.linears] = alone, crossed
-    reasons = [found if isinstance(found, str) else why_not_attention(layout, found) for found in seen[layout.linears]]
+        seen[key] = alone, crossed
+    reasons = [found if isinstance(found, str) else why_not_attention(layout, found) for found in seen[key]]
     if all(reasons):
         return reasons[0]
-    ran = next(found for found, reason in zip(seen[layout.linears], reasons, strict=True) if reason is None)
+    ran = next(found for found, reason in zip(seen[key], reasons, strict=True) if reason is None)
     return FusedAttentionLayer(
         layout=replace(layout, alone=reasons[0] is None, crosses=reasons[1] is None),
         keep=keep,
@@ -161,10 +172,11 @@ def _parts(layer: nn.Module, layout: AttentionLayout) -> Iterator[tuple[Path, ty
 
 
 def _settings(layer: nn.Module, layout: AttentionLayout) -> Iterator[tuple[Path, str, Any]]:
-    core = find(layer, layout.core)
-    for name in (*_SETTINGS, "attn_logit_softcapping", "rotate_half", "gate", "norm"):
-        if name in vars(core):
-            yield layout.core, name, vars(core)[name]
+    """Numbers, flags and names that the replaced code may read and a user may change later."""
+    for path in dict.fromkeys((layout.core, ())):
+        for name, value in vars(find(layer, path)).items():
+            if type(value) in _VALUES and name not in _PLACE and (*path, name) != layout.dropout:
+                yield path, name, value
 
 
 def _why_no_subclass(layer: nn.Module) -> str | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fused_remat import functional
 from fused_remat.convert.adapters import adapted
 from fused_remat.convert.attention_call import (
+    IMPLEMENTATIONS,
     Inputs,
     implementation,
     inputs_of,
@@ -90,6 +91,8 @@ class FusedAttentionLayer:
         if wants_weights(layer, layout.core):
             return "it was asked for attention weights"
         stands_for = implementation(layer, layout.core)
+        if stands_for not in (None, *IMPLEMENTATIONS):
+            return f"its attention function is now {stands_for!r}"
         inputs = with_bias(layer, layout, inputs)
         if isinstance(inputs, str):
             return inputs

@@ -189,12 +189,21 @@ def _with_settings(layer: nn.Module, parts: AttentionLayout) -> Iterator[Attenti
         parts = replace(parts, own_biases=("q_bias", "k_bias", "v_bias"))
     method = next((name for name in BIAS_METHODS if callable(getattr(core, name, None))), "")
     parts = replace(parts, bias_method=method)
-    path, _ = setting(layer, parts.core, PROBABILITIES, (float, int, nn.Dropout))
     _, scale = setting(layer, parts.core, SCALES, (float, int))
     _, softcap = setting(layer, parts.core, SOFTCAPS, (float, int))
     scales = dict.fromkeys((None if scale is None else float(scale), None))
     causal = getattr(core, "is_causal", False) is True
     rotates = any(ROLES.get(name) in ("rotary", "rope") for name in parameter_names(type(layer)))
     pairings = (False, True) if rotates else (False,)
-    for by, cap, pairs in itertools.product(scales, dict.fromkeys((softcap, None)), pairings):
+    softcaps = dict.fromkeys((softcap, None))
+    for path, by, cap, pairs in itertools.product(_dropouts(parts, core), scales, softcaps, pairings):
         yield replace(parts, dropout=path, scale=by, softcap=cap, causal=causal, interleaved=pairs)
+
+
+def _dropouts(parts: AttentionLayout, core: nn.Module) -> list[Path]:
+    """What may hold the probability for attention weights: modules and numbers, known names first, and nothing."""
+    modules = [n for n, child in core._modules.items() if isinstance(child, nn.Dropout)]
+    numbers = [n for n, value in vars(core).items() if type(value) in (float, int) and 0.0 <= value < 1.0]
+    names = [n for n in (*modules, *numbers) if (*parts.core, n) not in parts.after]
+    known = sorted((n for n in names if n in PROBABILITIES), key=PROBABILITIES.index)
+    return [*((*parts.core, n) for n in dict.fromkeys((*known, *names))), ()]

@@ -90,7 +90,7 @@ def observe(
 ) -> list[Observation] | str:
     """What the code of `layer` computes in every scenario, or why it does not run on a small copy.
 
-    Of `layout` only the parts matter, not the settings.
+    Of `layout` only the parts and `dropout` matter.
     """
     reason = "it is too wide to be tried on a copy"
     for d in dict.fromkeys((_SMALL, features(base_of(find(layer, layout.q)))[0])):
@@ -98,7 +98,8 @@ def observe(
             continue
         with isolated():
             try:
-                return [_observe(layer, layout, linear, norms, d, scenario) for scenario in scenarios]
+                chosen = [scenario for scenario in scenarios if layout.dropout or not scenario.dropped]
+                return [_observe(layer, layout, linear, norms, d, scenario) for scenario in chosen]
             except Exception as error:  # the layer's code may raise anything when it is no attention
                 text = str(error).strip().splitlines()
                 reason = f"its forward fails on a small copy: {text[0] if text else type(error).__name__}"
