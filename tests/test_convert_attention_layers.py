@@ -123,7 +123,7 @@ def test_what_computes_something_else_is_left_alone_with_a_reason(cls):
     report = convert(model)
     assert report.count("attention") == 0 and type(model) is cls
     assert "computes something else" in report.skipped[0].reason and "outputs differ" in report.skipped[0].reason
-    with pytest.raises(ValueError, match="(?s)strict=True.*computes something else"):
+    with pytest.raises(ValueError, match=r"(?s)strict=True.*computes something else"):
         convert(model, strict=True)
     assert_same(step(model, X), step(stock, X), 1e-12)
 
