@@ -114,7 +114,7 @@ def test_llama(when):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, pad_token_id=2,
+        num_key_value_heads=1, head_dim=8, pad_token_id=2, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
     stock = transformers.LlamaModel(config)
@@ -139,7 +139,7 @@ def test_conv1d():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=32, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, pad_token_id=2,
-        bos_token_id=0, eos_token_id=1,
+        bos_token_id=0, eos_token_id=1, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
     stock = peft.get_peft_model(transformers.GPT2Model(config), _config(["c_fc", "mlp.c_proj"], fan_in_fan_out=True))
