@@ -10,6 +10,8 @@ compilation is the exception: torch.compile does not see those in stock code eit
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,8 +24,13 @@ PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# torch's own bookkeeping (FlopCounterMode installs the first): it watches which module runs and changes nothing.
-_HARMLESS_HOOK_OWNERS = ("torch.utils.module_tracker", "torch.distributed._tools.mod_tracker")
+# torch's own bookkeeping (FlopCounterMode installs the first, CommDebugMode the last): it watches which module runs
+# and changes nothing.
+_HARMLESS_HOOK_OWNERS = (
+    "torch.utils.module_tracker",
+    "torch.distributed._tools.mod_tracker",
+    "torch.distributed.tensor.debug._comm_mode",
+)
 
 _LINEAR_FORWARD = nn.Linear.forward
 
@@ -101,3 +108,11 @@ def why_watched() -> str | None:
 def is_plain_input(x: Tensor) -> bool:
     """Whether `x` is a tensor without a meaning of its own (not a DTensor, a nested tensor, a tracing proxy ...)."""
     return type(x) in PLAIN_TENSOR_TYPES and not x.is_nested
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether `tensor` is a DTensor. Imports nothing: before someone imports DTensor there are none."""
+    if tensor is None or type(tensor) in PLAIN_TENSOR_TYPES:  # asked often, and under torch.compile
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_remat.activations import ACTIVATIONS
+from fused_remat.plain import is_dtensor
 from fused_remat.settings import LowRank, Norm
 
 # Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, table 2 and section 3.3).
@@ -65,7 +66,10 @@ def dropout(values: Tensor, p: float, seed: Tensor | None) -> Tensor:
     if p == 0.0:
         return values
     seed = draw_seed(values.device) if seed is None else seed
-    return torch.where(dropout_mask(seed, p, values.shape), values * (1.0 / (1.0 - p)), 0.0)
+    mask = dropout_mask(seed, p, values.shape)
+    if is_dtensor(values):  # a rank has all of the mask, as it numbers all of the values
+        mask = type(values).from_local(mask, values.device_mesh, run_check=False)
+    return torch.where(mask, values * (1.0 / (1.0 - p)), 0.0)
 
 
 def normalize(x: Tensor, norm: Norm | None) -> Tensor:

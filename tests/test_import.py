@@ -52,6 +52,7 @@ print("IMPORTED", file=sys.stderr)
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
 heavy = {"triton", "setuptools", "typer", "rich", "matplotlib", "timm", "transformers", "torchvision", "sklearn"}
 assert not added & heavy, added & heavy
+assert "torch.distributed.tensor" in before or "torch.distributed.tensor" not in sys.modules
 assert not torch.cuda.is_initialized()
 """
 

@@ -2,7 +2,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/new_empty.h>
 #include <ATen/ops/randint.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -79,11 +79,12 @@ Arguments take_arguments(const RematOp& op, Stack& stack) {
 }
 
 // The key of this call's dropout mask: one draw from torch's generator of the device, so that
-// manual_seed reproduces it.
+// manual_seed reproduces it. Without dropout it is empty, and of the class of the first operand:
+// the parts of an op must all be DTensors or none.
 Tensor draw_seed(const RematOp& op, const Arguments& arguments) {
-  const auto options =
-      at::TensorOptions().dtype(at::kLong).device(arguments[op.tensors[0]].toTensor().device());
-  if (arguments[op.dropout_p].toDouble() == 0.0) return at::empty({0}, options);
+  const Tensor& first = arguments[op.tensors[0]].toTensor();
+  const auto options = at::TensorOptions().dtype(at::kLong).device(first.device());
+  if (arguments[op.dropout_p].toDouble() == 0.0) return first.new_empty({0}, options);
   return at::randint(
       std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max(), {1}, options);
 }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.convert.fused import Path, find
-from fused_remat.plain import is_plain_input
+from fused_remat.plain import is_dtensor, is_plain_input
 
 # Roles of arguments. The first argument of a forward is x whatever its name.
 ROLES = {
@@ -123,7 +123,8 @@ def inputs_of(values: dict[str, Any], unrotated: int = 0) -> Inputs | str:
     pair = _of_timm(values["rope"], unrotated) if "rope" in values else values.get("rotary", ())
     if not isinstance(pair, (tuple, list)) or len(pair) not in (0, 2):
         return "its position embeddings are no pair of cos and sin"
-    tensors = [t for t in (values["x"], keys, mask, values.get("bias"), *pair) if t is not None]
+    read_from = [t for t in (values["x"], keys) if t is not None and not is_dtensor(t)]  # the weights have a say there
+    tensors = [t for t in (*read_from, mask, values.get("bias"), *pair) if t is not None]
     if not all(isinstance(t, Tensor) and is_plain_input(t) for t in tensors):
         return "an input is no plain tensor"
     if values["x"].dim() != 3 or (keys is not None and keys.dim() != 3):

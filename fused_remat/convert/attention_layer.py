@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fused_remat import functional
+from fused_remat import functional, tensor_parallel
 from fused_remat.convert.adapters import adapted
 from fused_remat.convert.attention_call import (
     IMPLEMENTATIONS,
@@ -25,7 +25,7 @@ from fused_remat.convert.attention_call import (
 from fused_remat.convert.attention_layout import BLOCKS, HEADS, PREFIXES, AttentionLayout
 from fused_remat.convert.fused import Path, find, why_changed
 from fused_remat.convert.norms import FusedNorm, source_of
-from fused_remat.plain import PLAIN_TENSOR_TYPES, why_watched
+from fused_remat.plain import PLAIN_TENSOR_TYPES, is_dtensor, why_watched
 from fused_remat.settings import LowRank, Norm
 
 _CACHED = (
@@ -66,6 +66,13 @@ class FusedAttentionLayer:
             heads += f" on {self.layout.num_kv_heads}"
         return f"attention, {heads}, keep={self.keep}"
 
+    def why_not_split(self, linears: list[nn.Module]) -> str | None:
+        """Why the fused call cannot run on shards of `linears`; None if it can."""
+        layout = self.layout
+        if len(linears) != 4 or layout.packing or layout.own_biases or layout.bias_method or self.head_norms:
+            return "its weights are DTensors and not those of q, k, v and the output alone"
+        return tensor_parallel.why_not_heads(linears[:-1], linears[-1], layout.num_heads, layout.num_kv_heads)
+
     def run(self, layer: nn.Module, stock: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
         call = self.understood(layer, args, kwargs)
         return stock() if isinstance(call, str) else self._pack(layer, call, run(layer, self, call))
@@ -102,6 +109,9 @@ class FusedAttentionLayer:
         p = probability(layer, layout)
         if p >= 1.0:
             return "every attention weight is dropped"
+        reason = why_not_shared(layer, layout, inputs, seen[0], p)
+        if reason is not None:
+            return reason
         biases = own_biases(layer, layout)
         if not all(b is None or type(b) in PLAIN_TENSOR_TYPES for b in biases):
             return "a bias is no plain tensor"
@@ -166,6 +176,21 @@ def own_biases(layer: nn.Module, layout: AttentionLayout) -> tuple[Tensor | None
     return tuple(getattr(core, name, None) for name in layout.own_biases)
 
 
+def why_not_shared(
+    layer: nn.Module, layout: AttentionLayout, inputs: Inputs, mask: Tensor | None, dropout_p: float
+) -> str | None:
+    """Why ranks that hold some heads of `layer` each cannot share this call; None if they can, or hold all heads."""
+    linears = [find(layer, path) for path in layout.linears]
+    read_from = [t for t in (inputs.x, inputs.keys) if t is not None]
+    if not tensor_parallel.is_split(linears):
+        return "an input is a DTensor and its weights are not" if any(map(is_dtensor, read_from)) else None
+    if dropout_p > 0.0:
+        return "it drops weights of heads of which this rank has some"
+    if mask is not None and mask.dim() == 4 and mask.shape[1] != 1:
+        return "its mask is one per head, and this rank has some of the heads"
+    return next(filter(None, (tensor_parallel.why_not_entered(linears, t) for t in read_from)), None)
+
+
 Parts = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...] | None, tuple[LowRank | None, ...]]
 
 
@@ -209,21 +234,30 @@ def split_rows(layout: AttentionLayout, packed: Tensor) -> tuple[Tensor, ...]:
 def run(layer: nn.Module, fused: FusedAttentionLayer, call: Call) -> Tensor:
     """y of the call."""
     layout, x = fused.layout, call.inputs.x
-    source = source_of(x) if fused.takes_norm else None
+    linears = [find(layer, path) for path in layout.linears]
+    split = tensor_parallel.split(linears[:-1], linears[-1]) if tensor_parallel.is_split(linears) else None
+    # A rank with some of the heads would have its part of the gradient of the norm's weight only.
+    source = source_of(x) if fused.takes_norm and split is None else None
     read_from, norm = (x, None) if source is None else source
     keys = None if call.inputs.keys is x else call.inputs.keys
-    weights, biases, adapters = projections(layer, fused)
-    out = adapted(find(layer, layout.out), fused.linear)
+    ranks, none = 1 if split is None else split.ranks, (None,) * 3
+    if split is None:
+        weights, biases, adapters = projections(layer, fused)
+        out = adapted(find(layer, layout.out), fused.linear)
+        w_out, b_out, adapters = _out_in(out.linear.weight, fused), out.linear.bias, (*(adapters or none), out.adapter)
+    else:
+        read_from, keys = split.enter(x), None if keys is None else split.enter(keys)
+        (*weights, w_out), (*biases, b_out), adapters = split.weights, split.biases, (*none, None)
     y = functional.multi_head_attention(
         read_from,
         keys,
         None,
         weights,
         biases,
-        _out_in(out.linear.weight, fused),
-        out.linear.bias,
-        layout.num_heads,
-        layout.num_kv_heads,
+        w_out,
+        b_out,
+        layout.num_heads // ranks,
+        layout.num_kv_heads // ranks,
         attn_mask=call.mask,
         key_padding_mask=call.key_mask,
         is_causal=call.causal,
@@ -234,8 +268,9 @@ def run(layer: nn.Module, fused: FusedAttentionLayer, call: Call) -> Tensor:
         rotary_interleaved=layout.interleaved,
         keep=fused.keep,
         **_head_settings(layer, fused),
-        **_adapters((*(adapters or (None,) * 3), out.adapter)),
+        **_adapters(adapters),
     )
+    y = y if split is None else split.leave(y)
     for path in layout.after:
         y = find(layer, path)(y)
     return find(layer, layout.norm)(y + x) if layout.norm else y

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fused_remat import functional
+from fused_remat import functional, tensor_parallel
 from fused_remat.convert.adapters import adapted
 from fused_remat.convert.norms import source_of
 from fused_remat.plain import is_plain_input, why_not_plain, why_watched, why_weights_unfit
@@ -85,13 +85,21 @@ class Fused:
     def describe(self) -> str:
         return f"{self.kind}, {self.layout.activation}, keep={self.keep}"
 
+    def why_not_split(self, linears: list[nn.Module]) -> str | None:
+        """Why the fused call cannot run on shards of `linears`; None if it can."""
+        if self.layout.packed:
+            return "gate and up share a linear, of which a shard is neither"
+        return tensor_parallel.why_not_split(linears[:-1], linears[-1])
+
     def run(self, layer: nn.Module, stock: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) != 1:
             return stock()
         (x,) = args or kwargs.values()
         if why_stock(layer, self, x) is not None:
             return stock()
-        return run(layer, self, *((source_of(x) if self.takes_norm else None) or (x,)))
+        # A rank with a shard of the weights would have its part of the gradient of the norm's weight only.
+        source = source_of(x) if self.takes_norm and not is_split(layer, self) else None
+        return run(layer, self, *(source or (x,)))
 
 
 def find(layer: nn.Module, path: Path) -> nn.Module | None:
@@ -107,12 +115,19 @@ def why_changed(layer: nn.Module, fused: Fused) -> str | None:
     """Why `layer` must run its own code: what is not plain, or no longer what conversion saw; None if nothing."""
     if fused.children is not None and tuple(layer._modules) != fused.children:
         return f"its children are no longer {', '.join(fused.children)}"
-    weights = []
-    for path in fused.layout.linears:
-        part = adapted(find(layer, path), fused.linear)
-        if isinstance(part, str):
-            return f"{'.'.join(path)} {part}"
-        weights.append(part.linear.weight)
+    linears = [find(layer, path) for path in fused.layout.linears]
+    if tensor_parallel.is_split(linears):
+        reason = fused.why_not_split(linears)
+        if reason is not None:
+            return reason
+        weights = [linear.weight for linear in linears]
+    else:
+        weights = []
+        for path, linear in zip(fused.layout.linears, linears, strict=True):
+            part = adapted(linear, fused.linear)
+            if isinstance(part, str):
+                return f"{'.'.join(path)} {part}"
+            weights.append(part.linear.weight)
     for path, cls in fused.parts:
         reason = why_not_plain(find(layer, path), cls)
         if reason is not None:
@@ -126,12 +141,24 @@ def why_changed(layer: nn.Module, fused: Fused) -> str | None:
 
 def why_stock(layer: nn.Module, fused: Fused, x: Tensor) -> str | None:
     """Why this call must run the layer's own code; None if the fused one computes the same."""
-    if not is_plain_input(x):
+    split = is_split(layer, fused)
+    if not split and not is_plain_input(x):
         return f"the input is a {type(x).__name__}"
     reason = why_changed(layer, fused) or why_watched()
-    if reason is None and fused.layout.dropout and find(layer, fused.layout.dropout).p >= 1.0:
-        return "everything is dropped"
+    if reason is None and split:
+        reason = tensor_parallel.why_not_entered([find(layer, path) for path in fused.layout.linears], x)
+    if reason is None and fused.layout.dropout:
+        dropout = find(layer, fused.layout.dropout)
+        if dropout.p >= 1.0:
+            return "everything is dropped"
+        if split and dropout.training and dropout.p > 0.0:
+            return "it drops hidden features of which this rank has a shard"
     return reason
+
+
+def is_split(layer: nn.Module, fused: Any) -> bool:
+    """Whether linears of `layer`, as its record names them, hold DTensors."""
+    return tensor_parallel.is_split([find(layer, path) for path in fused.layout.linears])
 
 
 def run(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None = None) -> Tensor:
@@ -148,9 +175,20 @@ def run(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None = None) -> 
 def _mlp(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None) -> Tensor:
     layout = fused.layout
     dropout = find(layer, layout.dropout) if layout.dropout else None
-    w_up, b_up, up_adapter = _parameters(layer, fused, layout.up)
-    w_down, b_down, down_adapter = _parameters(layer, fused, layout.down)
+    split = None
     w_gate, b_gate, gate_adapter = None, None, None
+    if is_split(layer, fused):
+        *ins, down = [find(layer, path) for path in layout.linears]
+        split = tensor_parallel.split(ins, down)
+        x, up_adapter, down_adapter = split.enter(x), None, None
+        (w_up, *gate, w_down), (b_up, *b_gates, b_down) = split.weights, split.biases
+        if layout.gate:
+            w_gate, b_gate = gate[0], b_gates[0]
+    else:
+        w_up, b_up, up_adapter = _parameters(layer, fused, layout.up)
+        w_down, b_down, down_adapter = _parameters(layer, fused, layout.down)
+        if layout.gate and not layout.packed:
+            w_gate, b_gate, gate_adapter = _parameters(layer, fused, layout.gate)
     if layout.packed:
         w_gate, w_up = layout.gate_and_up(w_up)
         b_gate, b_up = (None, None) if b_up is None else layout.gate_and_up(b_up)
@@ -158,9 +196,7 @@ def _mlp(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None) -> Tensor
             gate_adapter, up_adapter = (
                 LowRank(up_adapter.a, half, up_adapter.scale) for half in layout.gate_and_up(up_adapter.b)
             )
-    elif layout.gate:
-        w_gate, b_gate, gate_adapter = _parameters(layer, fused, layout.gate)
-    return functional.mlp(
+    y = functional.mlp(
         x,
         w_up,
         w_down,
@@ -177,6 +213,7 @@ def _mlp(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None) -> Tensor
         norm=norm,
         keep=fused.keep,
     )
+    return y if split is None else split.leave(y)
 
 
 def _parameters(layer: nn.Module, fused: Fused, path: Path) -> tuple[Tensor, Tensor | None, LowRank | None]:

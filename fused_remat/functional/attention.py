@@ -105,7 +105,7 @@ def prepare_attention(
         arch=arch_of(q.device),
         width=max(q.shape[-1], v.shape[-1]),
         dtype=check_real(check_dtypes(operands, masks=MASKS)),
-        reference_only=why_reference_only(operands),
+        reference_only=why_reference_only(operands, dropout_p=p),
     )
 
     def on_reference() -> tuple[Tensor, Tensor]:

@@ -111,13 +111,14 @@ def prepare_mlp(
     p = check_dropout(dropout_p, name="dropout_p") * bool(training)
     check_keep(keep, gated=w_gate is not None)
     _check_shapes(operands)
+    kept = _kept_features(keep, w_up.shape[0], gated=w_gate is not None)
     call = dispatch.Call(
         op="mlp",
         device=x.device.type,
         arch=arch_of(x.device),
         dtype=check_dtypes(operands, factors=factors),
         activation=activation,
-        reference_only=why_reference_only(operands),
+        reference_only=why_reference_only(operands, dropout_p=p, keeps_features=any(kept)),
     )
 
     def on_reference() -> Tensor:
@@ -129,7 +130,7 @@ def prepare_mlp(
     arguments = (
         *operands.values(), *(float(adapter.scale) if adapter else 1.0 for adapter in adapters.values()),
         norm.kind if norm else "", norm.eps if norm else 0.0, activation, p,
-        *_kept_features(keep, w_up.shape[0], gated=w_gate is not None), budget.resolve(workspace, x.device.type),
+        *kept, budget.resolve(workspace, x.device.type),
     )  # fmt: skip
     return Prepared(call, arguments, on_reference)
 

@@ -167,7 +167,7 @@ def prepare_multi_head_attention(
         arch=arch_of(query.device),
         width=max(sizes.width, sizes.value_width),
         dtype=check_real(check_dtypes(operands, masks=MASKS, factors=_FACTORS)),
-        reference_only=why_reference_only(operands) or _why_rotary_is_learned(cos, sin),
+        reference_only=why_reference_only(operands, dropout_p=p) or _why_rotary_is_learned(cos, sin),
     )
     cos, sin = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in (cos, sin))
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fused_remat import dispatch
-from fused_remat.plain import is_plain_input
+from fused_remat.plain import is_dtensor, is_plain_input
+from fused_remat.sharding import why_not_sharded
 
 Operands = dict[str, Tensor | None]  # by argument name; the first one is the op's input
 
@@ -79,15 +80,23 @@ def check_dtypes(operands: Operands, *, masks: Iterable[str] = (), factors: Iter
     return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
-def why_reference_only(operands: Operands) -> str | None:
-    """Why only plain, differentiable torch is right for these operands; None if the compiled op is."""
+def why_reference_only(operands: Operands, *, dropout_p: float = 0.0, keeps_features: bool = False) -> str | None:
+    """Why only plain, differentiable torch is right for these operands; None if the compiled op is.
+
+    `dropout_p` and `keeps_features` (some hidden features, by number) restrict what DTensors may be.
+    """
     if torch._C._are_functorch_transforms_active():
         return "a torch.func transform is active, and those differentiate or batch plain torch only"
     dual_level = forward_ad._current_level >= 0
+    sharded = any(map(is_dtensor, operands.values()))
+    if sharded:
+        reason = why_not_sharded(operands.values(), dropout_p=dropout_p, keeps_features=keeps_features)
+        if reason is not None:
+            return reason
     for name, operand in operands.items():
         if operand is None:
             continue
-        if not is_plain_input(operand):
+        if not sharded and not is_plain_input(operand):
             return f"{name} is a {type(operand).__name__}, whose own meaning only plain torch preserves"
         if dual_level and forward_ad.unpack_dual(operand).tangent is not None:
             return f"{name} has a forward-mode tangent, and the compiled op has no forward-mode derivative"

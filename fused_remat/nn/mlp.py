@@ -5,17 +5,25 @@ Dims: `D` in_features, `F` hidden_features, `D_out` out_features.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat import functional
+from fused_remat import functional, tensor_parallel
 from fused_remat.activations import ACTIVATIONS
 from fused_remat.plain import is_plain_input, why_not_plain_linear, why_watched, why_weights_unfit
 from fused_remat.settings import Keep, check_activation, check_dropout, check_keep, check_size
 
 
-def _why_unfused(x: Tensor, *linears: nn.Module) -> str | None:
+def _why_unfused(x: Tensor, dropout_p: float, *linears: nn.Module) -> str | None:
+    if tensor_parallel.is_split(linears):
+        if dropout_p > 0.0:
+            return "it drops hidden features of which this rank has a shard"
+        reason = tensor_parallel.why_not_split(linears[:-1], linears[-1])
+        reason = reason or tensor_parallel.why_not_entered(linears, x)
+        return reason or why_weights_unfit(*[linear.weight for linear in linears]) or why_watched()
     for linear in linears:
         reason = why_not_plain_linear(linear)
         if reason is not None:
@@ -23,6 +31,26 @@ def _why_unfused(x: Tensor, *linears: nn.Module) -> str | None:
     if not is_plain_input(x):
         return f"the input is a {type(x).__name__}"
     return why_weights_unfit(*[linear.weight for linear in linears]) or why_watched()
+
+
+def _fused(x: Tensor, up: nn.Linear, gate: nn.Linear | None, down: nn.Linear, **settings: Any) -> Tensor:
+    linears = [up, down] if gate is None else [up, gate, down]
+    split = tensor_parallel.split(linears[:-1], down) if tensor_parallel.is_split(linears) else None
+    if split is None:
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    else:
+        x, weights, biases = split.enter(x), split.weights, split.biases
+    y = functional.mlp(
+        x,
+        weights[0],
+        weights[-1],
+        biases[0],
+        biases[-1],
+        w_gate=None if gate is None else weights[1],
+        b_gate=None if gate is None else biases[1],
+        **settings,
+    )
+    return y if split is None else split.leave(y)
 
 
 class MLP(nn.Module):
@@ -73,15 +101,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
-        if _why_unfused(x, fc1, fc2) is not None:
+        if _why_unfused(x, self.dropout * self.training, fc1, fc2) is not None:
             hidden = ACTIVATIONS[self.activation](fc1(x))
             return fc2(F.dropout(hidden, self.dropout, self.training))
-        return functional.mlp(
+        return _fused(
             x,
-            fc1.weight,
-            fc2.weight,
-            fc1.bias,
-            fc2.bias,
+            fc1,
+            None,
+            fc2,
             activation=self.activation,
             dropout_p=self.dropout,
             training=self.training,
@@ -140,17 +167,14 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
-        if _why_unfused(x, gate_proj, up_proj, down_proj) is not None:
+        if _why_unfused(x, self.dropout * self.training, up_proj, gate_proj, down_proj) is not None:
             hidden = ACTIVATIONS[self.activation](gate_proj(x)) * up_proj(x)
             return down_proj(F.dropout(hidden, self.dropout, self.training))
-        return functional.mlp(
+        return _fused(
             x,
-            up_proj.weight,
-            down_proj.weight,
-            up_proj.bias,
-            down_proj.bias,
-            w_gate=gate_proj.weight,
-            b_gate=gate_proj.bias,
+            up_proj,
+            gate_proj,
+            down_proj,
             activation=self.activation,
             dropout_p=self.dropout,
             training=self.training,
