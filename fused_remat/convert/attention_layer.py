@@ -209,12 +209,12 @@ def projections(layer: nn.Module, fused: FusedAttentionLayer) -> Parts | tuple[T
         return tuple(weights), biases, adapters
     if layout.packing == BLOCKS and adapters[0] is None:
         return weights[0], own or biases[0], None
-    a, b, scale = adapters[0] or (None, None, 1.0)
-    factors = (None,) * 3 if b is None else tuple(part.flatten(0, -2) for part in split_rows(layout, b))
+    both = adapters[0]
+    factors = [] if both is None else [part.flatten(0, -2) for part in split_rows(layout, both.b)]
     return (
         split_rows(layout, weights[0]),
         own or (None if biases[0] is None else split_rows(layout, biases[0])),
-        tuple(None if part is None else LowRank(a, part, scale) for part in factors),
+        tuple(LowRank(both.a, part, both.scale) for part in factors) or (None,) * 3,
     )
 
 

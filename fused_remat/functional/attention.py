@@ -8,7 +8,14 @@ from torch import Tensor
 from fused_remat import budget, dispatch, reference
 from fused_remat._triton import arch_of
 from fused_remat.functional.masks import Corner, Window, broadcast_mask, check_band, check_key_padding_mask
-from fused_remat.functional.operands import Prepared, check_dtypes, check_strided, check_tensors, why_reference_only
+from fused_remat.functional.operands import (
+    Prepared,
+    check_dtypes,
+    check_seed_is_drawn_once,
+    check_strided,
+    check_tensors,
+    why_reference_only,
+)
 from fused_remat.settings import check_dropout, check_size, is_finite
 
 MASKS = ("attn_mask", "key_padding_mask")
@@ -96,6 +103,7 @@ def prepare_attention(
     check_key_padding_mask(key_padding_mask, shape[0], shape[3])
     band = check_band(is_causal, causal, window)
     p = check_dropout(dropout_p, name="dropout_p") * bool(training)
+    check_seed_is_drawn_once(p)
     scale = check_scale(scale, q.shape[-1])
     softcap = check_softcap(softcap)
     nbytes = budget.resolve(workspace, q.device.type)

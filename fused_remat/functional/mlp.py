@@ -6,7 +6,14 @@ from torch import Tensor
 
 from fused_remat import budget, dispatch, reference
 from fused_remat._triton import arch_of
-from fused_remat.functional.operands import Operands, Prepared, check_dtypes, check_tensors, why_reference_only
+from fused_remat.functional.operands import (
+    Operands,
+    Prepared,
+    check_dtypes,
+    check_seed_is_drawn_once,
+    check_tensors,
+    why_reference_only,
+)
 from fused_remat.settings import (
     Keep,
     LowRank,
@@ -109,6 +116,7 @@ def prepare_mlp(
         raise ValueError("gate_adapter was given without w_gate; pass w_gate for a gated MLP, or up_adapter")
     check_activation(activation)
     p = check_dropout(dropout_p, name="dropout_p") * bool(training)
+    check_seed_is_drawn_once(p)
     check_keep(keep, gated=w_gate is not None)
     _check_shapes(operands)
     kept = _kept_features(keep, w_up.shape[0], gated=w_gate is not None)

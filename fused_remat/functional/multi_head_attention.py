@@ -14,6 +14,7 @@ from fused_remat.functional.operands import (
     Operands,
     Prepared,
     check_dtypes,
+    check_seed_is_drawn_once,
     check_strided,
     check_tensors,
     why_reference_only,
@@ -158,6 +159,7 @@ def prepare_multi_head_attention(
     check_key_padding_mask(key_padding_mask, sizes.batch, sizes.length_k)
     band = check_band(is_causal, causal, window)
     p = check_dropout(dropout_p, name="dropout_p") * bool(training)
+    check_seed_is_drawn_once(p)
     scale = check_scale(scale, sizes.width)
     softcap = check_softcap(softcap)
     keep = check_residuals(keep, RESIDUALS, "multi_head_attention")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_remat import dispatch
+from fused_remat import _extension, dispatch
 from fused_remat.plain import is_dtensor, is_plain_input
 from fused_remat.sharding import why_not_sharded
 
@@ -31,6 +32,25 @@ class Prepared:
         if backend == "reference":
             return self.reference()
         return getattr(torch.ops.fused_remat, self.call.op)(*self.arguments, backend)
+
+
+def check_seed_is_drawn_once(dropout_p: float) -> None:
+    """Raises RuntimeError where a compiler would draw the seed of a dropout mask again in backward.
+
+    torch's partitioner does that below a full `activation_memory_budget`, to its own dropout too at small budgets; the
+    gradients would be those of another mask.
+    """
+    if dropout_p > 0.0 and torch.compiler.is_compiling() and _memory_budget() < 1.0:
+        raise RuntimeError(
+            f"dropout_p is {dropout_p:g} under torch._functorch.config.activation_memory_budget={_memory_budget():g}, "
+            "where backward would draw another mask than forward; train without dropout, or set the budget to 1"
+        )
+
+
+@_extension.constant_when_traced
+def _memory_budget() -> float:
+    config = sys.modules.get("torch._functorch.config")
+    return float(getattr(config, "activation_memory_budget", 1.0))
 
 
 def check_tensors(operands: Operands, *, required: Iterable[str]) -> None:

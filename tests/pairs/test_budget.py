@@ -7,6 +7,8 @@ import torch
 from pair_cases import MODELS, assert_same, named, step, tokens
 from torch import nn
 
+import fused_remat
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
@@ -34,3 +36,20 @@ def test_results_are_those_of_eager(name, backend, budget):
     with torch._functorch.config.patch(activation_memory_budget=budget):
         compiled = torch.compile(tail, fullgraph=True, backend=backend)
         assert_same(named(step(compiled, tokens())), truth, 1e-5)
+
+
+@pytest.mark.parametrize("op", ["mlp", "attention"])
+def test_dropout_whose_mask_would_be_drawn_again_is_refused(op):
+    x, w = torch.randn(2, 6, 8, requires_grad=True), torch.randn(8, 8)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if op == "mlp":
+            return fused_remat.mlp(x, w, w, dropout_p=0.3)
+        return fused_remat.multi_head_attention(x, None, None, (w, w, w), None, w, None, 2, dropout_p=0.3)
+
+    assert call(x).isfinite().all()
+    with (
+        torch._functorch.config.patch(activation_memory_budget=0.5),
+        pytest.raises(Exception, match=r"dropout_p is 0\.3 under .*activation_memory_budget=0\.5"),
+    ):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(x)
