@@ -128,6 +128,103 @@ def test_what_computes_something_else_is_left_alone_with_a_reason(cls):
     assert_same(step(model, X), step(stock, X), 1e-12)
 
 
+class Excluding(Attention):
+    """Its bool masks say what to leave out, as nn.MultiheadAttention's do; floating ones are added."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=x.dtype).masked_fill(mask, -torch.inf)
+        return super().forward(x, mask)
+
+
+class Padded(Attention):
+    """Its masks of two dims are one row of keys per sample."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask[:, None, None] if mask is not None and mask.dim() == 2 else mask)
+
+
+class Local(Attention):
+    """Sees some tokens back and forth."""
+
+    def __init__(self, window: int = 8) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        index = torch.arange(x.shape[1])
+        near = (index[:, None] - index).abs() <= self.window
+        return super().forward(x, near if mask is None else near & mask)
+
+
+class Placed(Attention):
+    """Its forward reads an argument that most only pass along."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
+        return super().forward(x if position_ids is None else x * position_ids.unsqueeze(-1), mask)
+
+
+def test_masks_mean_what_the_layer_was_seen_to_make_of_them():
+    out = torch.rand(2, 1, 6, 6) < 0.4
+    out[..., 0] = False
+    per_sample = torch.randn(6, 6, dtype=torch.float64)  # as many samples as tokens
+    for cls, x, mask in ((Excluding, X, out), (Padded, X.repeat(3, 1, 1), per_sample)):
+        model, stock = found(cls())
+        with fused_attentions() as calls:
+            torch.testing.assert_close(model(x, mask), stock(x, mask), rtol=1e-9, atol=1e-9)
+            assert calls == []
+            mask = torch.randn(x.shape[0], 1, 6, 6, dtype=torch.float64)
+            torch.testing.assert_close(model(x, mask), stock(x, mask), rtol=1e-9, atol=1e-9)
+            assert calls == [""]
+
+
+@pytest.mark.parametrize(
+    ("window", "reason"), [(8, "for a longer input: outputs"), (200, "for a longer input"), (500, "its window of 500")]
+)
+def test_a_window_of_the_layers_own_shows_on_a_longer_input(window, reason):
+    report = convert(randomize(Local(window)).double())
+    assert report.count("attention") == 0 and reason in report.skipped[0].reason
+
+
+def test_an_argument_that_forward_names_is_not_just_passed_along():
+    model, stock = found(Placed())
+    positions = torch.arange(6, dtype=torch.float64).expand(2, 6)
+    with fused_attentions() as calls:
+        got, want = (m(X, position_ids=positions) for m in (model, stock))
+    assert calls == []
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+class Optional(Attention):
+    """Children that do nothing, for now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between, self.extra = nn.Identity(), nn.Identity(), None
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        v, q, k = (self.split(linear(x)) for linear in (self.first, self.second, self.third))
+        y = F.scaled_dot_product_attention(self.before(q), k, v, mask).transpose(1, 2).flatten(-2)
+        y = self.last(self.between(y))
+        return y if self.extra is None else self.extra(y)
+
+
+@pytest.mark.parametrize("child", ["before", "between", "extra"])
+@pytest.mark.parametrize("how", ["hook", "replaced"])
+def test_children_that_did_nothing_are_watched(child, how):
+    model, stock = found(Optional())
+    if how == "hook" and child == "extra":
+        return
+    for changed in (model, stock):
+        if how == "hook":
+            hook(changed.get_submodule(child))
+        else:
+            setattr(changed, child, nn.Tanh())
+    with fused_attentions() as calls:
+        assert_same(step(model, X), step(stock, X), 1e-9)
+    assert calls == []
+
+
 def test_a_setting_that_changes_later_is_followed():
     model, stock = found(Attention())
     for changed in (model, stock):

@@ -36,13 +36,24 @@ ROLES = {
     "layer_past": "cache",
     "output_attentions": "weights",
 }
-# What the attention functions of transformers are handed along with every call and do not read.
+# What the attention functions of transformers are handed along with every call and do not read. Where a forward names
+# one of these itself, it may.
 PASSED_ALONG = frozenset(
-    (
-        "position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch",
-        "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "token_type_ids", "seq_idx",
-    )
+    ("position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch",
+     "token_type_ids", "seq_idx")
 )  # fmt: skip
+# Packed sequences, for attention functions that take them so; all others are given a mask.
+PACKED = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
+
+# What a call may use, and a layer has to be seen doing first.
+ALONE, OTHER_KEYS = "without other keys", "with other keys"
+CAUSAL, NO_BIAS = "asked to be causal", "without a position bias"
+
+
+def mask_feature(kind: str, dims: int) -> str:
+    """The name of a form of mask, "bool" or "float"."""
+    return f"with a {kind} mask of {dims} dims"
+
 
 # What transformers calls the attention functions that fused calls can stand for.
 IMPLEMENTATIONS = ("sdpa", "eager", "fused_remat")
@@ -97,7 +108,9 @@ def read(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if value is None or (value is False and role != "causal"):
             continue
         if role is None:
-            if name not in PASSED_ALONG:
+            if name in PACKED and name not in names:
+                values["packed"] = value
+            elif name not in PASSED_ALONG or name in names:
                 return f"it got the argument {name}, which no fused call knows"
         elif role in values:
             return f"it got two arguments that mean {role}"
@@ -114,6 +127,8 @@ def inputs_of(values: dict[str, Any], unrotated: int = 0) -> Inputs | str:
         return "it was asked for attention weights"
     if "x" not in values:
         return "it got no input"
+    if "packed" in values and "mask" not in values:
+        return "it got packed sequences without a mask"
     keys = values.get("keys")
     mask = values.get("mask")
     if keys is not None and "keys_mask" in values:
@@ -144,6 +159,19 @@ def _of_timm(rope: Any, unrotated: int) -> tuple[Tensor, ...] | None:
     sin, cos = rope.chunk(2, dim=-1)
     shape = (unrotated, cos.shape[-1])
     return torch.cat((cos.new_ones(shape), cos)), torch.cat((sin.new_zeros(shape), sin))
+
+
+def features_of(inputs: Inputs, names: tuple[str, ...], implementation: str | None) -> set[str]:
+    """What a call uses of what a layer, with these argument names, may have been seen doing."""
+    roles = {ROLES.get(name) for name in names}
+    used = {ALONE if inputs.keys is None else OTHER_KEYS}
+    if inputs.mask is not None:
+        used.add(mask_feature("bool" if inputs.mask.dtype == torch.bool else "float", inputs.mask.dim()))
+    if inputs.causal and ("causal" in roles or implementation is None):  # else transformers' functions read it
+        used.add(CAUSAL)
+    if "bias" in roles and inputs.bias is None:
+        used.add(NO_BIAS)
+    return used
 
 
 def why_dtypes_differ(x: Tensor, *others: Tensor | None) -> str | None:

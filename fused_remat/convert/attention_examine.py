@@ -12,18 +12,11 @@ import torch
 from torch import nn
 
 from fused_remat.convert.adapters import base_of
-from fused_remat.convert.attention_call import IMPLEMENTATIONS, implementation, parameter_names
+from fused_remat.convert.attention_call import ALONE, IMPLEMENTATIONS, OTHER_KEYS, implementation, parameter_names
 from fused_remat.convert.attention_layer import FusedAttentionLayer
 from fused_remat.convert.attention_layout import AttentionLayout, layouts
-from fused_remat.convert.attention_probe import (
-    CROSSING,
-    SCENARIOS,
-    Observation,
-    observe,
-    takes_keys,
-    why_not_attention,
-)
-from fused_remat.convert.fused import Path, find, why_changed
+from fused_remat.convert.attention_probe import BASE, FEATURES, LONGEST, Probe, longest_attribute, takes
+from fused_remat.convert.fused import Path, child_names, find, why_changed
 from fused_remat.convert.norm_examine import examine_norm
 from fused_remat.convert.norms import FusedNorm
 from fused_remat.convert.patterns import is_conv1d
@@ -41,8 +34,6 @@ _WORDS = (
 # What says where a module is, or what state it is in, instead of what it computes; and the containers of nn.Module.
 _PLACE = frozenset(("layer_idx", "layer_id", "training", *vars(nn.Module())))
 _VALUES = (str, int, float, bool, tuple)
-
-Seen = dict[tuple[Path, ...], tuple[list[Observation] | str, list[Observation] | str]]
 
 
 def examine_attention_layer(layer: nn.Module, keep: tuple[str, ...], known: dict[Any, Any]) -> Any:
@@ -82,9 +73,12 @@ def _examine(layer: nn.Module, keep: tuple[str, ...]) -> FusedAttentionLayer | s
     function = implementation(layer, proposals[0].core)
     if function is not None and function not in IMPLEMENTATIONS:
         return f"its attention function is {function!r}; fused calls can stand for {', '.join(IMPLEMENTATIONS)}"
-    reason, seen = None, {}
+    name, far = longest_attribute(layer, find(layer, proposals[0].core))
+    if far > LONGEST and function is None:
+        return f"its {name} of {far} is more than the {LONGEST} tokens on which its code is tried"
+    reason, probes = None, {}
     for layout in proposals:
-        verdict = _settle(layer, layout, keep, seen)
+        verdict = _settle(layer, layout, keep, probes)
         if not isinstance(verdict, str):
             return verdict
         reason = reason or verdict
@@ -111,32 +105,47 @@ def _why_no_layout(layer: nn.Module) -> str | None:
     return f"its linears ({', '.join(linears)}) do not look like q, k, v and an output projection of equal heads"
 
 
-def _settle(layer: nn.Module, layout: AttentionLayout, keep: tuple[str, ...], seen: Seen) -> FusedAttentionLayer | str:
-    linear = next(
-        (type(part) for part in (base_of(find(layer, p)) for p in layout.linears) if is_conv1d(part)), nn.Linear
-    )
+def _settle(
+    layer: nn.Module, layout: AttentionLayout, keep: tuple[str, ...], probes: dict[Any, Probe]
+) -> FusedAttentionLayer | str:
+    linears = [base_of(find(layer, path)) for path in layout.linears]
+    linear = next((type(part) for part in linears if is_conv1d(part)), nn.Linear)
     norms = _head_norms(layer, layout)
     if isinstance(norms, str):
         return norms
-    key = (*layout.linears, layout.dropout)
-    if key not in seen:
-        alone = observe(layer, layout, linear, norms, SCENARIOS)
-        crossed = observe(layer, layout, linear, norms, CROSSING) if takes_keys(layer) else "it takes no other keys"
-        seen[key] = alone, crossed
-    reasons = [found if isinstance(found, str) else why_not_attention(layout, found) for found in seen[key]]
-    if all(reasons):
-        return reasons[0]
-    ran = next(found for found, reason in zip(seen[key], reasons, strict=True) if reason is None)
+    if linear not in probes:
+        probes[linear] = Probe(layer, linear, norms)
+    probe, base = probes[linear], [scenario for scenario in BASE if layout.dropout or not scenario.dropped]
+    alone = next(filter(None, (probe.why_not(layout, scenario) for scenario in base)), None)
+    crossed = "it takes no other keys"
+    if takes(layer, "keys"):
+        crossed = next(filter(None, (probe.why_not(layout, replace(s, crossed=True)) for s in base)), None)
+    contexts = {False: alone, True: crossed}
+    if None not in contexts.values():
+        return alone
+    passed = [is_crossed for is_crossed, reason in contexts.items() if reason is None]
     return FusedAttentionLayer(
-        layout=replace(layout, alone=reasons[0] is None, crosses=reasons[1] is None),
+        layout=replace(layout, accepts=frozenset(_accepted(layer, layout, probe, passed))),
         keep=keep,
         names=parameter_names(type(layer)),
-        returns=ran[0].returns,
+        returns=probe.observe(layout, replace(base[0], crossed=passed[0])).returns,
         linear=linear,
         parts=tuple(_parts(layer, layout)),
         settings=tuple(_settings(layer, layout)),
+        children=tuple((path, child_names(find(layer, path))) for path in dict.fromkeys(((), layout.core))),
         head_norms=norms or None,
     )
+
+
+def _accepted(layer: nn.Module, layout: AttentionLayout, probe: Probe, passed: list[bool]) -> Iterator[str]:
+    """What calls may use: a feature counts if it does with and without other keys, as far as the layer takes those."""
+    yield from (OTHER_KEYS if crossed else ALONE for crossed in passed)
+    for feature in FEATURES:
+        roles = ("mask", "keys_mask") if feature.mask else ("causal",) if feature.causal else ("bias",)
+        if takes(layer, *roles) and all(
+            probe.why_not(layout, replace(feature, crossed=crossed)) is None for crossed in passed
+        ):
+            yield feature.name
 
 
 def _head_norms(layer: nn.Module, layout: AttentionLayout) -> tuple[FusedNorm, ...] | str:
@@ -165,10 +174,13 @@ def _columns(linear: nn.Module) -> int:
 
 
 def _parts(layer: nn.Module, layout: AttentionLayout) -> Iterator[tuple[Path, type[nn.Module]]]:
-    dropout = layout.dropout if find(layer, layout.dropout) is not None else ()
-    for path in (layout.q_norm, layout.k_norm, dropout, *layout.through):
-        if path:
-            yield path, type(find(layer, path))
+    """The modules that the replaced code calls besides linears, and those that are called after it anyway."""
+    called = {*layout.linears, *layout.after, layout.norm}
+    for path in dict.fromkeys((layout.core, (), *layout.through)):
+        for name, child in find(layer, path)._modules.items():
+            if child is not None and (*path, name) not in called and not child._modules:
+                yield (*path, name), type(child)
+    yield from ((path, type(find(layer, path))) for path in layout.through)
 
 
 def _settings(layer: nn.Module, layout: AttentionLayout) -> Iterator[tuple[Path, str, Any]]:

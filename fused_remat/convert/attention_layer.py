@@ -14,7 +14,9 @@ from fused_remat import functional, tensor_parallel
 from fused_remat.convert.adapters import adapted
 from fused_remat.convert.attention_call import (
     IMPLEMENTATIONS,
+    ROLES,
     Inputs,
+    features_of,
     implementation,
     inputs_of,
     read,
@@ -45,8 +47,8 @@ class FusedAttentionLayer:
     linear: type[nn.Module]  # nn.Linear, or transformers' Conv1D, which stores its weight transposed
     parts: tuple[tuple[Path, type[nn.Module]], ...]  # the replaced modules that are not linears, with their classes
     settings: tuple[tuple[Path, str, Any], ...]  # (part, attribute, value) that the replaced code reads
+    children: tuple[tuple[Path, tuple[str, ...]], ...]  # names of all modules that the replaced code may call
     head_norms: tuple[FusedNorm, FusedNorm] | None = None  # of q and k
-    children: ClassVar[None] = None
     method: ClassVar[str] = "forward"
     kind: ClassVar[str] = "attention"
 
@@ -91,13 +93,14 @@ class FusedAttentionLayer:
 
     def _call(self, layer: nn.Module, inputs: Inputs) -> Call | str:
         layout = self.layout
-        if not (layout.alone if inputs.keys is None else layout.crosses):
-            return "it got other keys than its own code attends to"
-        if inputs.keys is not None and inputs.rotary is not None:
-            return "it got other keys and position embeddings"
+        stands_for, roles = implementation(layer, layout.core), {ROLES.get(name) for name in self.names}
+        unseen = features_of(inputs, self.names, stands_for) - layout.accepts
+        if unseen:
+            return f"its code was not seen {' and '.join(sorted(unseen))} to do what a fused call does"
+        if (inputs.keys is None and bool(roles & {"rotary", "rope"})) != (inputs.rotary is not None):
+            return "its code was not seen with just these position embeddings"
         if wants_weights(layer, layout.core):
             return "it was asked for attention weights"
-        stands_for = implementation(layer, layout.core)
         if stands_for not in (None, *IMPLEMENTATIONS):
             return f"its attention function is now {stands_for!r}"
         inputs = with_bias(layer, layout, inputs)

@@ -71,8 +71,7 @@ class AttentionLayout:
     causal: bool = False  # by itself, where no mask is given
     interleaved: bool = False  # pairs of the rotary embedding, if it is given one
     bias_method: str = ""  # makes a bias [1, H, L, L] for the scores (Swin)
-    alone: bool = True  # whether it attends to its input where it is given nothing else
-    crosses: bool = False  # whether it attends to another sequence where it is given one
+    accepts: frozenset[str] = frozenset()  # what its code was seen to do: names of scenarios, ALONE and OTHER_KEYS
 
     @property
     def linears(self) -> tuple[Path, ...]:

@@ -8,7 +8,7 @@ one, with other keys, with every attention weight dropped, and so on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from fused_remat import reference
 from fused_remat.convert.adapters import base_of
 from fused_remat.convert.attention_call import (
+    CAUSAL,
+    NO_BIAS,
     ROLES,
     Inputs,
     implementation,
     inputs_of,
+    mask_feature,
     parameter_names,
     required_names,
     visible_by,
@@ -30,12 +33,14 @@ from fused_remat.convert.attention_layout import AttentionLayout
 from fused_remat.convert.behaviour import Marker, copy_module, isolated, small_linear
 from fused_remat.convert.fused import Path, find
 from fused_remat.convert.norms import FusedNorm
-from fused_remat.convert.patterns import features
+from fused_remat.convert.patterns import features, is_linear_like
 from fused_remat.settings import Norm
 
 _SMALL = 8  # input width of the copy
 _LARGEST = 1 << 22  # elements of a weight that is still copied at its own input width
-_BATCH, _LENGTH, _KEYS = 2, 5, 7
+_BATCH, _LENGTH, _KEYS, _LONG = 2, 5, 7, 40
+_FAR_WORDS = ("window", "chunk", "local", "block")
+LONGEST = 256  # tokens that a copy is tried on
 _TOLERANCE = 1e-5  # relative: eager attention of transformers takes its softmax in float32
 
 
@@ -43,19 +48,29 @@ _TOLERANCE = 1e-5  # relative: eager attention of transformers takes its softmax
 class Scenario:
     """One call of the copy."""
 
-    name: str
+    name: str  # of what it shows; in AttentionLayout.accepts
     training: bool = False
-    masked: bool = False
-    crossed: bool = False
+    mask: tuple[str, int] | None = None  # "bool" or "float", and its dims
+    crossed: bool = False  # with other keys than its input
     dropped: bool = False  # every attention weight
+    causal: bool = False  # asked to be
+    biased: bool = True  # given a position bias, where it takes one
+    long: bool = False  # longer than windows and the like that its attributes may stand for
 
 
-SCENARIOS = (
+# What every layer has to pass, alone or with other keys.
+BASE = (
     Scenario("in evaluation"),
-    Scenario("in training with a mask", training=True, masked=True),
-    Scenario("where everything is dropped", training=True, masked=True, dropped=True),
+    Scenario("in training", training=True),
+    Scenario("where everything is dropped", training=True, dropped=True),
+    Scenario("for a longer input", long=True),
 )
-CROSSING = tuple(replace(scenario, name=f"{scenario.name} and other keys", crossed=True) for scenario in SCENARIOS)
+# What a call may use once the layer has passed it.
+FEATURES = (
+    *(Scenario(mask_feature(kind, dims), True, mask=(kind, dims)) for dims in (4, 3, 2) for kind in ("float", "bool")),
+    Scenario(CAUSAL, causal=True),
+    Scenario(NO_BIAS, biased=False),
+)
 
 
 @dataclass(frozen=True)
@@ -81,34 +96,53 @@ def returns_of(result: Any) -> tuple[str, Tensor]:
     raise TypeError(f"it returns a {type(result).__name__}, not y, (y, weights) or (y, bias, weights)")
 
 
-def observe(
-    layer: nn.Module,
-    layout: AttentionLayout,
-    linear: type[nn.Module],
-    norms: tuple[FusedNorm, ...],
-    scenarios: tuple[Scenario, ...],
-) -> list[Observation] | str:
-    """What the code of `layer` computes in every scenario, or why it does not run on a small copy.
+class Probe:
+    """Tries layouts of one layer; what does not depend on the layout is run once."""
 
-    Of `layout` only the parts and `dropout` matter.
-    """
-    reason = "it is too wide to be tried on a copy"
-    for d in dict.fromkeys((_SMALL, features(base_of(find(layer, layout.q)))[0])):
-        if d * max(features(base_of(find(layer, path)))[1] for path in layout.linears) > _LARGEST:
-            continue
+    def __init__(self, layer: nn.Module, linear: type[nn.Module], norms: tuple[FusedNorm, ...]) -> None:
+        self.layer, self.linear, self.norms = layer, linear, norms
+        self._seen: dict[tuple[Any, ...], Observation | str] = {}
+
+    def why_not(self, layout: AttentionLayout, scenario: Scenario) -> str | None:
+        """Why the code of the layer does something else than `layout` says in this scenario; None if it does it."""
+        seen = self.observe(layout, scenario)
         with isolated():
-            try:
-                chosen = [scenario for scenario in scenarios if layout.dropout or not scenario.dropped]
-                return [_observe(layer, layout, linear, norms, d, scenario) for scenario in chosen]
-            except Exception as error:  # the layer's code may raise anything when it is no attention
-                text = str(error).strip().splitlines()
-                reason = f"its forward fails on a small copy: {text[0] if text else type(error).__name__}"
-    return reason
+            return seen if isinstance(seen, str) else _why_not(layout, seen)
+
+    def observe(self, layout: AttentionLayout, scenario: Scenario) -> Observation | str:
+        """What the code of the layer computes, or why it does not run on a small copy.
+
+        Of `layout` only the parts and `dropout` matter.
+        """
+        key = (layout.q, layout.k, layout.v, layout.out, layout.dropout, scenario)
+        if key not in self._seen:
+            self._seen[key] = self._observe(layout, scenario)
+        return self._seen[key]
+
+    def _observe(self, layout: AttentionLayout, scenario: Scenario) -> Observation | str:
+        reason = "it is too wide to be tried on a copy"
+        for d in dict.fromkeys((_SMALL, features(base_of(find(self.layer, layout.q)))[0])):
+            if d * max(features(base_of(find(self.layer, path)))[1] for path in layout.linears) > _LARGEST:
+                continue
+            with isolated():
+                try:
+                    return _observe(self.layer, layout, self.linear, self.norms, d, scenario)
+                except Exception as error:  # the layer's code may raise anything when it is no attention
+                    text = str(error).strip().splitlines()
+                    reason = f"its forward fails on a small copy: {text[0] if text else type(error).__name__}"
+        return reason
 
 
-def takes_keys(layer: nn.Module) -> bool:
-    """Whether the forward of `layer` has an argument for another sequence to attend to."""
-    return "keys" in _roles(layer).values()
+def takes(layer: nn.Module, *roles: str) -> bool:
+    """Whether the forward of `layer` has an argument of one of these roles."""
+    return any(role in roles for role in _roles(layer).values())
+
+
+def longest_attribute(layer: nn.Module, core: nn.Module) -> tuple[str, int]:
+    """The attribute that may say how far the layer sees, with its value; ("", 0) if there is none."""
+    numbers = {n: v for module in (core, layer) for n, v in vars(module).items() if type(v) is int}
+    named = {n: v for n, v in numbers.items() if any(word in n for word in _FAR_WORDS)}
+    return max(named.items(), key=lambda item: item[1], default=("", 0))
 
 
 def _roles(layer: nn.Module) -> dict[str, str]:
@@ -166,13 +200,16 @@ def _twin(module: nn.Module, parts: dict[Path, Any], training: bool, path: Path 
             children[name] = parts.get(below)
         elif any(part[: len(below)] == below for part in parts):
             children[name] = _twin(child, parts, training, below)
-        elif not child._modules and not child._parameters:
-            children[name] = copy_module(child, training)
-    tensors = {
+        elif not child._modules and not is_linear_like(child):
+            children[name] = copy_module(child, training, **_own_tensors(child))
+    return copy_module(module, training, _modules=children, **_own_tensors(module))
+
+
+def _own_tensors(module: nn.Module) -> dict[str, dict[str, Tensor | None]]:
+    return {
         kind: {name: t if t is None else _random_like(t) for name, t in vars(module)[kind].items()}
         for kind in ("_parameters", "_buffers")
     }
-    return copy_module(module, training, _modules=children, **tensors)
 
 
 def _random_like(tensor: Tensor) -> Tensor:
@@ -219,7 +256,9 @@ def _arguments(
     """Random arguments by name for what the forward takes."""
     core = find(layer, layout.core)
     width = features(base_of(find(layer, layout.out)))[0] // layout.num_heads
-    length = getattr(core, "window_area", _LENGTH)
+    _, far = longest_attribute(layer, core)
+    length = max(_LONG, min(far, LONGEST) + 3) if scenario.long else _LENGTH
+    length = getattr(core, "window_area", length)
     keys = _KEYS if scenario.crossed else length
     unrotated = prefix(layer, layout)
 
@@ -229,32 +268,29 @@ def _arguments(
     rotated = getattr(core, "rotary_ndims", width)
     angles = 3 * normal(1, length, rotated // 2)
     angles = torch.cat((angles, angles), dim=-1)
-    if "rope" in _roles(layer).values():
-        angles = angles[0, unrotated:]
+    timms = angles[0, unrotated:]
     made = {
         "x": normal(_BATCH, length, d),
         "keys": normal(_BATCH, keys, d) if scenario.crossed else None,
-        "mask": normal(_BATCH, 1, length, keys) if scenario.masked else None,
-        "keys_mask": normal(_BATCH, 1, length, keys) if scenario.masked else None,
+        "mask": _mask(scenario, length, keys, normal),
+        "keys_mask": _mask(scenario, length, keys, normal),
         "rotary": None if scenario.crossed else (angles.cos(), angles.sin()),
-        "rope": torch.cat((angles.sin(), angles.cos()), dim=-1),
-        "bias": normal(1, layout.num_heads, length, keys),
+        "rope": torch.cat((timms.sin(), timms.cos()), dim=-1),
+        "bias": normal(1, layout.num_heads, length, keys) if scenario.biased else None,
+        "causal": True if scenario.causal else None,
     }
-    if layout.bias_method and scenario.masked:
-        made["mask"] = normal(_BATCH, length, length)
     required = required_names(type(layer))
     given = {name: made.get(role) for name, role in _roles(layer).items()}
     return {name: value for name, value in given.items() if value is not None or name in required}
 
 
-def why_not_attention(layout: AttentionLayout, seen: list[Observation]) -> str | None:
-    """Why what was observed is not what `layout` says; None if it is."""
-    with isolated():
-        for observation in seen:
-            reason = _why_not(layout, observation)
-            if reason is not None:
-                return reason
-    return None
+def _mask(scenario: Scenario, length: int, keys: int, normal: Any) -> Tensor | None:
+    """Random, of the scenario's form; a bool one lets every query see something."""
+    if scenario.mask is None:
+        return None
+    kind, dims = scenario.mask
+    mask = normal(*{4: (_BATCH, 1, length, keys), 3: (_BATCH, length, keys), 2: (length, keys)}[dims])
+    return mask if kind == "float" else (mask > 0).index_fill(-1, torch.tensor([0]), True)
 
 
 def _why_not(layout: AttentionLayout, seen: Observation) -> str | None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fused_remat.convert.adapters import base_of
 from fused_remat.convert.behaviour import Observation, computes_tokens_apart, observe, why_not_mlp
-from fused_remat.convert.fused import INTERLEAVED, Fused, Layout, Path, find, why_changed
+from fused_remat.convert.fused import INTERLEAVED, Fused, Layout, Path, child_names, find, why_changed
 from fused_remat.convert.near_misses import NEAR_MISSES
 from fused_remat.convert.patterns import PATTERNS, Proposal, attribute, is_conv1d
 from fused_remat.convert.rebind import fused_class, records_of
@@ -83,7 +83,7 @@ def _record(layer: nn.Module, layout: Layout, linear: type[nn.Module], keep: Kee
         linear=linear,
         parts=tuple((path, type(find(layer, path))) for path in replaced),
         settings=tuple(_settings(layer, layout)),
-        children=tuple(layer._modules) if runs_every_child else None,
+        children=(((), child_names(layer)),) if runs_every_child else (),
     )
 
 

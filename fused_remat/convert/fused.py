@@ -67,7 +67,7 @@ class Fused:
     linear: type[nn.Module]  # nn.Linear, or transformers' Conv1D, which stores its weight transposed
     parts: tuple[tuple[Path, type[nn.Module]], ...]  # the replaced modules that are not linears, with their classes
     settings: tuple[tuple[Path, str, Any], ...]  # (part, attribute, value) that the replaced code reads
-    children: tuple[str, ...] | None  # all child names where the code runs every child (nn.Sequential), else None
+    children: tuple[tuple[Path, tuple[str, ...]], ...]  # (part, names) where the code runs every child (nn.Sequential)
 
     @property
     def method(self) -> str:
@@ -111,10 +111,16 @@ def find(layer: nn.Module, path: Path) -> nn.Module | None:
     return layer
 
 
+def child_names(module: nn.Module) -> tuple[str, ...]:
+    """Of the modules directly below."""
+    return tuple([name for name, child in module._modules.items() if child is not None])
+
+
 def why_changed(layer: nn.Module, fused: Fused) -> str | None:
     """Why `layer` must run its own code: what is not plain, or no longer what conversion saw; None if nothing."""
-    if fused.children is not None and tuple(layer._modules) != fused.children:
-        return f"its children are no longer {', '.join(fused.children)}"
+    for path, names in fused.children:
+        if child_names(find(layer, path)) != names:
+            return f"the children of {'.'.join(path) or 'the layer'} are no longer {', '.join(names)}"
     linears = [find(layer, path) for path in fused.layout.linears]
     if tensor_parallel.is_split(linears):
         reason = fused.why_not_split(linears)
