@@ -67,7 +67,7 @@ def trained(
         for _ in range(2):
             optimizer.zero_grad()
             with fused_calls() as mlps, fused_attentions() as attentions:
-                loss = (model(x) * weight).sum()
+                loss = (model(x) - weight).square().mean()
                 loss.backward()
             optimizer.step()
         gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
