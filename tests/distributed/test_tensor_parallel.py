@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from convert_cases import assert_same, fused_attentions, fused_calls, randomize
+from convert_cases import step as plain_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -350,25 +351,33 @@ def test_planned_mlps_with_dropout_run_their_own_code_in_training(ranks, kind, t
         assert same or not training
 
 
-def encoder_layer() -> tuple[Outcome, Outcome]:
-    """Of a converted pre-norm block whose MLP is planned, and of its stock twin."""
+def with_norm(kind: str) -> tuple[dict[str, Tensor], int]:
+    """Output and gradients of a converted block under a plan, and fused calls. Nothing else watches its tensors."""
     mesh = init_device_mesh("cpu", (2,))
-    outcomes = []
-    for converted in (True, False):
-        block = nn.TransformerEncoderLayer(WIDTH, 2, HIDDEN, 0.0, batch_first=True, norm_first=True)
-        randomize(block)
-        if converted:
-            convert(block)
-        parallelize_module(block, mesh, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
-        outcomes.append(step(block))
-    return tuple(outcomes)
+    if kind == "encoder layer":
+        block = encoder_layer()
+        plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+    else:
+        block = make(kind)
+        plan = plan_of(block.mlp, {}, {})
+    convert(block)
+    parallelize_module(block, mesh, plan)
+    with fused_calls() as calls:
+        results = plain_step(block, X)
+    return {name: whole(value) for name, value in results.items()}, len(calls)
 
 
-def test_a_norm_before_a_planned_mlp_is_not_folded(ranks):
+def encoder_layer() -> nn.Module:
+    return randomize(nn.TransformerEncoderLayer(WIDTH, 2, HIDDEN, 0.0, batch_first=True, norm_first=True))
+
+
+@pytest.mark.parametrize("kind", ["sequential", "llama", "encoder layer"])
+def test_a_norm_before_a_planned_mlp_is_not_folded(ranks, kind):
     # Folded, the gradient of its weight would be the part that this rank's features give.
-    for ours, stock in ranks(encoder_layer):
-        assert (ours.fused, stock.fused) == (2, 0)
-        assert_same(ours.values, stock.values, 1e-5)
+    expected = plain_step(encoder_layer() if kind == "encoder layer" else make(kind), X)
+    for actual, fused in ranks(with_norm, kind):
+        assert fused == 1
+        assert_same(actual, expected, 1e-5)
 
 
 def sequence_sharded(kind: str, x_is_dtensor: bool) -> tuple[Outcome, int]:
