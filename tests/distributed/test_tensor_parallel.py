@@ -11,7 +11,7 @@ from convert_cases import assert_same, fused_attentions, fused_calls, randomize
 from convert_cases import step as plain_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -378,30 +378,3 @@ def test_a_norm_before_a_planned_mlp_is_not_folded(ranks, kind):
     for actual, fused in ranks(with_norm, kind):
         assert fused == 1
         assert_same(actual, expected, 1e-5)
-
-
-def sequence_sharded(kind: str, x_is_dtensor: bool) -> tuple[Outcome, int]:
-    """Of an MLP with replicated DTensor weights on a DTensor of token shards."""
-    mesh = init_device_mesh("cpu", (2,))
-    mlp = make(kind).mlp
-    convert(mlp)
-    distribute_module(mlp, mesh)
-    if x_is_dtensor:
-        return step(mlp, mesh, "DTensor")
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        mlp(X)
-    return None
-
-
-@pytest.mark.parametrize("kind", MLPS)
-def test_sequence_sharded_input_and_replicated_weights(ranks, kind):
-    expected = step(make(kind).mlp)
-    for ours in ranks(sequence_sharded, kind, True):
-        assert_same(ours.values, expected.values, 1e-5)
-        assert set(ours.placements.values()) == {"P(sum)"} and ours.fused == 1
-        assert ours.collectives == {}
-
-
-def test_replicated_weights_and_a_plain_input_fail_as_in_stock_code(ranks):
-    ranks(sequence_sharded, "sequential", False)
-    ranks(sequence_sharded, "MLP", False)
