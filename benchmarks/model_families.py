@@ -85,8 +85,17 @@ def _timm(cls: str, **settings: Any) -> Callable[[], nn.Module]:
     return make
 
 
-def _vision(make: Callable[[], nn.Module], block: str, attentions: int, folded: int, mlps: int = 2) -> Family:
-    return Family(make, lambda: _images(32), block, attentions=attentions, mlps=mlps, folded=folded)
+def _vision(
+    make: Callable[[], nn.Module],
+    block: str,
+    attentions: int,
+    folded: int,
+    mlps: int = 2,
+    left_alone: tuple[str, ...] = (),
+) -> Family:
+    return Family(
+        make, lambda: _images(32), block, attentions=attentions, mlps=mlps, folded=folded, left_alone=left_alone
+    )
 
 
 def _torchvision(name: str, **settings: Any) -> Callable[[], nn.Module]:
@@ -155,7 +164,7 @@ FAMILIES: dict[str, Family] = {
             "SwinTransformer", patch_size=[4, 4], embed_dim=32, depths=[2], num_heads=[2], window_size=[4, 4],
             stochastic_depth_prob=0.0,
         ),
-        "features.1.0", attentions=0, folded=0,
+        "features.1.0", attentions=0, folded=0, left_alone=("features.1.0.attn", "features.1.1.attn"),
     ),
     "timm ViT": _vision(_timm("vision_transformer.VisionTransformer", **_VIT), "blocks.0", 2, 2),
     "timm ViT, SwiGLU": _vision(

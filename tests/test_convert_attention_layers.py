@@ -179,7 +179,7 @@ def test_masks_mean_what_the_layer_was_seen_to_make_of_them():
 
 
 @pytest.mark.parametrize(
-    ("window", "reason"), [(8, "for a longer input: outputs"), (200, "for a longer input"), (500, "its window of 500")]
+    ("window", "reason"), [(8, "computes something else"), (200, "computes something else"), (500, "its window of 500")]
 )
 def test_a_window_of_the_layers_own_shows_on_a_longer_input(window, reason):
     report = convert(randomize(Local(window)).double())

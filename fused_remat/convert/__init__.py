@@ -135,12 +135,14 @@ def _with_norms(
     modules = dict(model.named_modules())
     # The code that hands a norm's result to a fused layer is that of the layer itself, where a method of it is fused,
     # of its parent, or of the parent of a container around it.
-    readers = [(entry.name, layer, record.method) for entry, layer, record in found if record.takes_norm]
-    callers = {layer: None for _, layer, method in readers if method != "forward"}
-    for name, _, _ in readers:
-        for depth in (1, 2):
-            above = name.rsplit(".", depth)[0] if name.count(".") >= depth else ""
-            callers[modules[above]] = None
+    callers = {}
+    for name, layer, method in [
+        (entry.name, layer, record.method) for entry, layer, record in found if record.takes_norm
+    ]:
+        above = modules[name.rpartition(".")[0]] if name else None
+        if isinstance(above, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            above = modules[name.rpartition(".")[0].rpartition(".")[0]]
+        callers[layer if method != "forward" else above] = None
     norms = []
     for name, layer in chosen:
         parent = modules.get(name.rpartition(".")[0])

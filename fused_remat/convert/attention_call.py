@@ -97,21 +97,36 @@ def wants_weights(layer: nn.Module, core: Path) -> bool:
     return getattr(getattr(find(layer, core), "config", None), "output_attentions", False) is True
 
 
-def read(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str:
-    """The values by role, None and False left out, or why they cannot all be understood."""
+def changed_defaults(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Those of `parameter_names` whose default is neither None nor False: None and False mean something there."""
+    defaults = {parameter.name: parameter.default for parameter in _parameters(cls.forward)}
+    return tuple(
+        n for n, v in defaults.items() if v is not inspect.Parameter.empty and v is not None and v is not False
+    )
+
+
+def read(
+    names: tuple[str, ...], meaningful: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | str:
+    """The values by role, None and False left out, or why they cannot all be understood.
+
+    `meaningful`: the names for which None and False mean something.
+    """
     given = dict(zip(names, args, strict=False)) | kwargs
     if len(args) > len(names) or not given:
         return "it got another number of arguments than its forward has"
     values: dict[str, Any] = {}
     for name, value in given.items():
         role = "x" if name == names[0] else ROLES.get(name)
-        if value is None or (value is False and role != "causal"):
+        if (value is None or (value is False and role != "causal")) and name not in meaningful:
             continue
         if role is None:
             if name in PACKED and name not in names:
                 values["packed"] = value
             elif name not in PASSED_ALONG or name in names:
                 return f"it got the argument {name}, which no fused call knows"
+        elif value is None:
+            return f"it got None for {name}, which its code may understand as something"
         elif role in values:
             return f"it got two arguments that mean {role}"
         else:

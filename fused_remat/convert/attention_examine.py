@@ -12,9 +12,16 @@ import torch
 from torch import nn
 
 from fused_remat.convert.adapters import base_of
-from fused_remat.convert.attention_call import ALONE, IMPLEMENTATIONS, OTHER_KEYS, implementation, parameter_names
+from fused_remat.convert.attention_call import (
+    ALONE,
+    IMPLEMENTATIONS,
+    OTHER_KEYS,
+    changed_defaults,
+    implementation,
+    parameter_names,
+)
 from fused_remat.convert.attention_layer import FusedAttentionLayer
-from fused_remat.convert.attention_layout import AttentionLayout, layouts
+from fused_remat.convert.attention_layout import AttentionLayout, layouts, named_parts
 from fused_remat.convert.attention_probe import BASE, FEATURES, LONGEST, Probe, longest_attribute, takes
 from fused_remat.convert.fused import Path, child_names, find, why_changed
 from fused_remat.convert.norm_examine import examine_norm
@@ -32,7 +39,8 @@ _WORDS = (
 )
 
 # What says where a module is, or what state it is in, instead of what it computes; and the containers of nn.Module.
-_PLACE = frozenset(("layer_idx", "layer_id", "training", *vars(nn.Module())))
+_PLACE = frozenset(("training", *vars(nn.Module())))
+_COUNTED = frozenset(("layer_idx", "layer_id"))
 _VALUES = (str, int, float, bool, tuple)
 
 
@@ -41,7 +49,9 @@ def examine_attention_layer(layer: nn.Module, keep: tuple[str, ...], known: dict
 
     `known` collects verdicts: models repeat their layers, and equal ones need to be tried once.
     """
-    if isinstance(layer, (nn.MultiheadAttention, torch.jit.ScriptModule)) or not _computes_attention(type(layer)):
+    if isinstance(layer, (nn.MultiheadAttention, torch.jit.ScriptModule)):
+        return None
+    if not _computes_attention(type(layer)) and not named_parts(layer):
         return None
     if "forward" in vars(layer):
         return "has a forward of its own on the instance"
@@ -55,15 +65,22 @@ def examine_attention_layer(layer: nn.Module, keep: tuple[str, ...], known: dict
 
 
 def fingerprint(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that differ in nothing but the values of tensors and their place in a model."""
-    own = tuple(
-        (n, v if v is None or isinstance(v, _VALUES) else id(v)) for n, v in vars(module).items() if n not in _PLACE
-    )
-    tensors = tuple(
-        (n, None if t is None else tuple(t.shape)) for n, t in (module._parameters | module._buffers).items()
-    )
+    """Equal for modules that differ in nothing but the values of parameters and their place in a model."""
+    # transformers counts its layers for their caches; elsewhere a number of the layer may mean anything.
+    place = _PLACE | _COUNTED if type(module).__module__.startswith("transformers.") else _PLACE
+    mine = {name: value for name, value in vars(module).items() if name not in place}
+    own = tuple((n, repr(v) if v is None or isinstance(v, _VALUES) else id(v)) for n, v in mine.items())
+    parameters = tuple((n, None if t is None else tuple(t.shape)) for n, t in module._parameters.items())
+    buffers = tuple((n, _contents(t)) for n, t in module._buffers.items())
     children = tuple((n, None if c is None else fingerprint(c)) for n, c in module._modules.items())
-    return type(module), type(module).forward, own, tensors, children
+    return type(module), type(module).forward, own, parameters, buffers, children
+
+
+def _contents(tensor: torch.Tensor | None) -> Any:
+    if tensor is None or tensor.is_meta:
+        return None if tensor is None else tuple(tensor.shape)
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+    return tuple(tensor.shape), tensor.dtype, hash(flat.numpy().tobytes()) if tensor.numel() else 0
 
 
 def _examine(layer: nn.Module, keep: tuple[str, ...]) -> FusedAttentionLayer | str | None:
@@ -128,6 +145,7 @@ def _settle(
         layout=replace(layout, accepts=frozenset(_accepted(layer, layout, probe, passed))),
         keep=keep,
         names=parameter_names(type(layer)),
+        meaningful=changed_defaults(type(layer)),
         returns=probe.observe(layout, replace(base[0], crossed=passed[0])).returns,
         linear=linear,
         parts=tuple(_parts(layer, layout)),
@@ -185,9 +203,11 @@ def _parts(layer: nn.Module, layout: AttentionLayout) -> Iterator[tuple[Path, ty
 
 def _settings(layer: nn.Module, layout: AttentionLayout) -> Iterator[tuple[Path, str, Any]]:
     """Numbers, flags and names that the replaced code may read and a user may change later."""
-    for path in dict.fromkeys((layout.core, ())):
+    called = [path for path, _ in _parts(layer, layout) if path != layout.dropout]
+    for path in dict.fromkeys((layout.core, (), *called)):
         for name, value in vars(find(layer, path)).items():
-            if type(value) in _VALUES and name not in _PLACE and (*path, name) != layout.dropout:
+            simple = value is None or type(value) in _VALUES
+            if simple and name not in _PLACE | _COUNTED and (*path, name) != layout.dropout:
                 yield path, name, value
 
 

@@ -43,6 +43,7 @@ class FusedAttentionLayer:
     layout: AttentionLayout
     keep: tuple[str, ...]
     names: tuple[str, ...]  # of the arguments of forward
+    meaningful: tuple[str, ...]  # those for which None and False are no way of leaving them out
     returns: str  # "y", "y, weights" or "y, bias, weights"
     linear: type[nn.Module]  # nn.Linear, or transformers' Conv1D, which stores its weight transposed
     parts: tuple[tuple[Path, type[nn.Module]], ...]  # the replaced modules that are not linears, with their classes
@@ -81,7 +82,7 @@ class FusedAttentionLayer:
 
     def understood(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
         """The call, if the fused one computes the same; else why the layer must run its own code."""
-        values = read(self.names, args, kwargs)
+        values = read(self.names, self.meaningful, args, kwargs)
         if isinstance(values, str):
             return values
         if "cache" in values and torch.is_grad_enabled() and not torch.compiler.is_compiling():

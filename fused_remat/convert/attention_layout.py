@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from fused_remat.convert.adapters import base_of
-from fused_remat.convert.attention_call import ROLES, parameter_names
+from fused_remat.convert.attention_call import ROLES, implementation, parameter_names
 from fused_remat.convert.fused import Path, find
 from fused_remat.convert.patterns import features, is_linear_like
 
@@ -95,7 +95,7 @@ def setting(layer: nn.Module, core: Path, names: tuple[str, ...], kinds: tuple[t
 
 def layouts(layer: nn.Module) -> Iterator[AttentionLayout]:
     """Layouts that the children of `layer` allow, the likelier ones first."""
-    for parts in _by_names(layer) or _by_shapes(layer):
+    for parts in named_parts(layer) or _by_shapes(layer):
         for heads in _with_heads(layer, parts):
             yield from _with_settings(layer, heads)
 
@@ -104,7 +104,8 @@ def _linear(layer: nn.Module, path: Path) -> bool:
     return bool(path) and is_linear_like(find(layer, path))
 
 
-def _by_names(layer: nn.Module) -> list[AttentionLayout]:
+def named_parts(layer: nn.Module) -> list[AttentionLayout]:
+    """Layouts without settings, of children that are called what attentions call theirs; empty if there are none."""
     for core, output in ((None, None), *NESTED):
         inner, outer = (layer, layer) if core is None else (layer._modules.get(core), layer._modules.get(output))
         if inner is None or outer is None:
@@ -195,8 +196,10 @@ def _with_settings(layer: nn.Module, parts: AttentionLayout) -> Iterator[Attenti
     rotates = any(ROLES.get(name) in ("rotary", "rope") for name in parameter_names(type(layer)))
     pairings = (False, True) if rotates else (False,)
     softcaps = dict.fromkeys((softcap, None))
-    for path, by, cap, pairs in itertools.product(_dropouts(parts, core), scales, softcaps, pairings):
-        yield replace(parts, dropout=path, scale=by, softcap=cap, causal=causal, interleaved=pairs)
+    causals = (causal,) if implementation(layer, parts.core) is not None else (causal, not causal)
+    for path in _dropouts(parts, core):
+        for by, cap, pairs, is_causal in itertools.product(scales, softcaps, pairings, causals):
+            yield replace(parts, dropout=path, scale=by, softcap=cap, causal=is_causal, interleaved=pairs)
 
 
 def _dropouts(parts: AttentionLayout, core: nn.Module) -> list[Path]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat import reference
@@ -41,7 +42,7 @@ _LARGEST = 1 << 22  # elements of a weight that is still copied at its own input
 _BATCH, _LENGTH, _KEYS, _LONG = 2, 5, 7, 40
 _FAR_WORDS = ("window", "chunk", "local", "block")
 LONGEST = 256  # tokens that a copy is tried on
-_TOLERANCE = 1e-5  # relative: eager attention of transformers takes its softmax in float32
+_TOLERANCE = 1e-5  # relative to the largest element: eager attention of transformers takes its softmax in float32
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Scenario:
     training: bool = False
     mask: tuple[str, int] | None = None  # "bool" or "float", and its dims
     crossed: bool = False  # with other keys than its input
-    dropped: bool = False  # every attention weight
+    dropped: bool = False  # half of the attention weights
     causal: bool = False  # asked to be
     biased: bool = True  # given a position bias, where it takes one
     long: bool = False  # longer than windows and the like that its attributes may stand for
@@ -62,8 +63,8 @@ class Scenario:
 BASE = (
     Scenario("in evaluation"),
     Scenario("in training", training=True),
-    Scenario("where everything is dropped", training=True, dropped=True),
-    Scenario("for a longer input", long=True),
+    Scenario("for a longer and larger input", long=True),
+    Scenario("where attention weights are dropped", training=True, dropped=True),
 )
 # What a call may use once the layer has passed it.
 FEATURES = (
@@ -85,15 +86,35 @@ class Observation:
     y: Tensor
     gradients: tuple[Tensor | None, ...]  # of x and the weights
     factors: dict[Path, float]
+    context: Tensor  # [B, L, H Ev], what the output projection was given
 
 
-def returns_of(result: Any) -> tuple[str, Tensor]:
+class _Recording(nn.Module):
+    """A linear that remembers what it was given."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["linear"], self.__dict__["given"] = linear, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.linear, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["given"] = x
+        return self.linear(x)
+
+
+def returns_of(result: Any, heads: int, bias: Tensor | None) -> tuple[str, Tensor]:
     """The form of what forward returned, and y. Raises TypeError for a form that is not known."""
     if isinstance(result, Tensor):
         return "y", result
     if isinstance(result, tuple) and 2 <= len(result) <= 3 and isinstance(result[0], Tensor):
-        return ("y, weights" if len(result) == 2 else "y, bias, weights"), result[0]
-    raise TypeError(f"it returns a {type(result).__name__}, not y, (y, weights) or (y, bias, weights)")
+        last = result[-1]
+        is_weights = isinstance(last, Tensor) and last.dim() == 4 and last.shape[1] == heads
+        is_bias = len(result) == 2 or (result[1] is bias if bias is not None else result[1].dim() == 4)
+        if (last is None or is_weights) and is_bias:
+            return ("y, weights" if len(result) == 2 else "y, bias, weights"), result[0]
+    raise TypeError("it returns something else than y, (y, weights) or (y, bias, weights)")
 
 
 class Probe:
@@ -106,8 +127,13 @@ class Probe:
     def why_not(self, layout: AttentionLayout, scenario: Scenario) -> str | None:
         """Why the code of the layer does something else than `layout` says in this scenario; None if it does it."""
         seen = self.observe(layout, scenario)
+        if isinstance(seen, str):
+            return seen
         with isolated():
-            return seen if isinstance(seen, str) else _why_not(layout, seen)
+            try:
+                return _why_not(layout, seen)
+            except Exception as error:  # a method of the layer that makes its bias may raise anything
+                return f"its bias cannot be made: {str(error) or type(error).__name__}"
 
     def observe(self, layout: AttentionLayout, scenario: Scenario) -> Observation | str:
         """What the code of the layer computes, or why it does not run on a small copy.
@@ -165,29 +191,41 @@ def _observe(
     for path in layout.linears:
         rows_in, rows_out = features(base_of(find(layer, path)))
         shape = (d, rows_in) if path == layout.out else (rows_out, d)
-        parts[path] = _small_linear(linear, base_of(find(layer, path)), shape, scenario.training, random)
+        scale = _large(layout).get(path, 1.0) if scenario.long else 1.0
+        parts[path] = _small_linear(linear, base_of(find(layer, path)), shape, scenario.training, random, scale)
     for path, norm in zip((layout.q_norm, layout.k_norm), norms, strict=False):
         parts[path] = _exact_norm(norm, find(layer, path), random)
+    recorded = parts[layout.out] = _Recording(parts[layout.out])
     copy = _twin(layer, parts, scenario.training)
-    _set_dropout(copy, layout, 1.0 if scenario.dropped else 0.0)
+    _set_dropout(copy, layout, 0.5 if scenario.dropped else 0.0)
     call = _arguments(layer, layout, d, scenario, random)
     x = call[parameter_names(type(layer))[0]].requires_grad_()
-    returns, y = returns_of(type(layer).forward(copy, **call))
-    dout = torch.randn(y.shape, generator=random, dtype=torch.float64)
-    gradients = torch.autograd.grad(y, [x, *_weights(copy, layout)], dout, allow_unused=True)
+    before = {path: set(vars(find(copy, path))) for path in ((), layout.core)}
+    torch.manual_seed(22)
     values = {_roles(layer)[name]: value for name, value in call.items() if value is not None}
+    bias = values.get("bias")
+    returns, y = returns_of(type(layer).forward(copy, **call), layout.num_heads, bias if scenario.biased else None)
+    if any(set(vars(find(copy, path))) != names for path, names in before.items()):
+        raise TypeError("it stores something on itself")
+    dout = torch.randn(y.shape, generator=random, dtype=torch.float64)
+    gradients = torch.autograd.grad(y, [x, *_leaves(copy, layout)], dout, allow_unused=True)
     inputs = inputs_of(values, prefix(copy, layout))
     if isinstance(inputs, str):
         raise TypeError(inputs)
-    return Observation(scenario, copy, inputs, returns, dout, y, gradients, factors)
+    return Observation(scenario, copy, inputs, returns, dout, y, gradients, factors, recorded.given)
 
 
 def _small_linear(
-    cls: type[nn.Module], original: nn.Module, shape: tuple[int, int], training: bool, random: torch.Generator
+    cls: type[nn.Module],
+    original: nn.Module,
+    shape: tuple[int, int],
+    training: bool,
+    random: torch.Generator,
+    scale: float,
 ) -> nn.Module:
     """A linear of that [out, in] shape with random values, and a bias if the original has one."""
-    weight = torch.randn(shape, generator=random, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(shape[0], generator=random, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.randn(s, generator=random, dtype=torch.float64) * scale for s in (shape, shape[:1]))
+    weight, bias = weight.requires_grad_(), bias.requires_grad_()
     return small_linear(cls, weight, None if getattr(original, "bias", None) is None else bias, training)
 
 
@@ -206,21 +244,31 @@ def _twin(module: nn.Module, parts: dict[Path, Any], training: bool, path: Path 
 
 
 def _own_tensors(module: nn.Module) -> dict[str, dict[str, Tensor | None]]:
-    return {
-        kind: {name: t if t is None else _random_like(t) for name, t in vars(module)[kind].items()}
-        for kind in ("_parameters", "_buffers")
-    }
+    parameters = {name: t if t is None else _made_anew(t) for name, t in module._parameters.items()}
+    buffers = {name: t if t is None else _as_it_is(t) for name, t in module._buffers.items()}
+    return {"_parameters": parameters, "_buffers": buffers}
 
 
-def _random_like(tensor: Tensor) -> Tensor:
-    """Of the same shape: index tables keep their values, everything else is made anew."""
-    if not tensor.is_floating_point():
-        return tensor.detach().cpu().clone()
+def _made_anew(tensor: Tensor) -> Tensor:
     return torch.linspace(-1, 1, tensor.numel(), dtype=torch.float64).view(tensor.shape)
 
 
-def _weights(copy: nn.Module, layout: AttentionLayout) -> list[Tensor]:
-    return [find(copy, path).weight for path in layout.linears]
+def _as_it_is(tensor: Tensor) -> Tensor:
+    """A buffer's own values, where it has any: a table or a mask says what the code does."""
+    if tensor.is_meta:
+        return _made_anew(tensor)
+    values = tensor.detach().cpu()
+    return values.double() if values.is_floating_point() else values.clone()
+
+
+def _large(layout: AttentionLayout) -> dict[Path, float]:
+    """Factors that make q and v large, for clamps to show, and scores not."""
+    return {} if layout.packing else {layout.q: 1e3, layout.k: 1e-3, layout.v: 1e4}
+
+
+def _leaves(copy: nn.Module, layout: AttentionLayout) -> list[Tensor]:
+    linears = [find(copy, path) for path in layout.linears]
+    return [t for linear in linears for t in (linear.weight, linear.bias) if t is not None]
 
 
 def _exact_norm(record: FusedNorm, norm: nn.Module, random: torch.Generator) -> nn.Module:
@@ -269,9 +317,14 @@ def _arguments(
     angles = 3 * normal(1, length, rotated // 2)
     angles = torch.cat((angles, angles), dim=-1)
     timms = angles[0, unrotated:]
+
+    def tokens(count: int) -> Tensor:
+        # Where weights are dropped, one token over and over: see _why_not_dropped.
+        return normal(1, 1, d).repeat(_BATCH, count, 1) if scenario.dropped else normal(_BATCH, count, d)
+
     made = {
-        "x": normal(_BATCH, length, d),
-        "keys": normal(_BATCH, keys, d) if scenario.crossed else None,
+        "x": tokens(length),
+        "keys": tokens(keys) if scenario.crossed else None,
         "mask": _mask(scenario, length, keys, normal),
         "keys_mask": _mask(scenario, length, keys, normal),
         "rotary": None if scenario.crossed else (angles.cos(), angles.sin()),
@@ -294,19 +347,52 @@ def _mask(scenario: Scenario, length: int, keys: int, normal: Any) -> Tensor | N
 
 
 def _why_not(layout: AttentionLayout, seen: Observation) -> str | None:
+    if seen.scenario.dropped:
+        return _why_not_dropped(layout, seen)
     expected = _expected(layout, seen)
     if isinstance(expected, str):
         return expected
     where = seen.scenario.name
     if not _close(seen.y, expected):
         return f"its forward computes something else {where}: outputs differ"
-    x, weights = seen.inputs.x, _weights(seen.copy, layout)
-    wanted = torch.autograd.grad(expected, [x, *weights], seen.dout, allow_unused=True)
+    leaves = [seen.inputs.x, *_leaves(seen.copy, layout)]
+    wanted = torch.autograd.grad(expected, leaves, seen.dout, allow_unused=True)
     for got, want in zip(seen.gradients, wanted, strict=True):
         got, want = (torch.zeros(()) if t is None else t for t in (got, want))
         if not _close(got.expand(want.shape) if got.dim() == 0 else got, want):
             return f"its forward computes something else {where}: gradients differ"
     return None
+
+
+def _why_not_dropped(layout: AttentionLayout, seen: Observation) -> str | None:
+    """Every token was the same, so that all weights of a query drop out to one factor for all features of a head.
+
+    Dropout of values, features or heads makes other patterns, and what drops the output is not what it is made from.
+    """
+    where = f"its forward computes something else {seen.scenario.name}"
+    heads = seen.context.detach().unflatten(-1, (layout.num_heads, -1))
+    kept = _expected_context(layout, seen)
+    factors = (heads * kept).sum(-1, keepdim=True) / kept.square().sum(-1, keepdim=True)
+    if not _close(heads, factors * kept):
+        return f"{where}: it drops features or values"
+    if factors.std(dim=1).amax() < 0.01 or not 0.5 < factors.mean() < 1.5:
+        return f"{where}: it drops none, or all of a head"
+    y = F.linear(seen.context, _weight(find(seen.copy, layout.out)), find(seen.copy, layout.out).bias)
+    return None if _close(seen.y, _after(layout, seen, y)) else f"{where}: it drops what comes after"
+
+
+def _expected_context(layout: AttentionLayout, seen: Observation) -> Tensor:
+    """What attention makes of equal tokens: their value, [1, 1, H, Ev]; the same for every query."""
+    weights, biases = unpacked(seen.copy, layout)
+    token = (seen.inputs.x if seen.inputs.keys is None else seen.inputs.keys)[:1, :1].detach()
+    value = F.linear(token, weights[2], biases[2]).detach().unflatten(-1, (layout.num_kv_heads, -1))
+    return value.repeat_interleave(layout.num_heads // layout.num_kv_heads, dim=2)
+
+
+def _after(layout: AttentionLayout, seen: Observation, y: Tensor) -> Tensor:
+    for path in layout.after:
+        y = y * seen.factors[path]
+    return (y + seen.inputs.x) * seen.factors[layout.norm] if layout.norm else y
 
 
 def _close(actual: Tensor, expected: Tensor) -> bool:
@@ -328,19 +414,15 @@ def _expected(layout: AttentionLayout, seen: Observation) -> Tensor | str:
     weights, biases = unpacked(copy, layout)
     out = find(copy, layout.out)
     norms = [find(copy, path).norm if path else None for path in (layout.q_norm, layout.k_norm)]
-    # Of weights that are all dropped nothing is left but the bias.
-    scaled_out = _weight(out) * (0.0 if seen.scenario.dropped else 1.0)
     settings: dict[str, Any] = {} if layout.softcap is None else {"softcap": layout.softcap}
     y, _ = reference.multi_head_attention(
-        x, inputs.keys, None, weights, biases, scaled_out, out.bias, layout.num_heads, layout.num_kv_heads,
+        x, inputs.keys, None, weights, biases, _weight(out), out.bias, layout.num_heads, layout.num_kv_heads,
         q_norm=norms[0] and norms[0].weight, k_norm=norms[1] and norms[1].weight,
         qk_norm_eps=norms[0].eps if norms[0] else 1e-6, rotary=inputs.rotary and _three_dims(inputs.rotary),
         rotary_interleaved=layout.interleaved, attn_mask=mask, key_padding_mask=key_mask,
         causal="top_left" if causal else None, scale=layout.scale, **settings,
     )  # fmt: skip
-    for path in layout.after:
-        y = y * seen.factors[path]
-    return (y + x) * seen.factors[layout.norm] if layout.norm else y
+    return _after(layout, seen, y)
 
 
 def _three_dims(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -348,6 +430,7 @@ def _three_dims(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
 
 
 def _weight(linear: nn.Module) -> Tensor:
+    linear = linear.linear if isinstance(linear, _Recording) else linear
     return linear.weight if isinstance(linear, nn.Linear) else linear.weight.t()
 
 

@@ -18,7 +18,8 @@ from fused_remat.convert.rebind import original_class
 from fused_remat.settings import Norm
 
 _WIDTH = 6  # of the copy that is tried
-_TOLERANCE = 1e-5  # relative; the norms of transformers compute in float32 whatever their input
+_VALUES = (str, int, float, bool, tuple, type(None))
+_TOLERANCE = 1e-4  # relative; the norms of transformers compute in float32 whatever their input
 
 
 def examine_norm(layer: nn.Module, parent: nn.Module) -> FusedNorm | None:
@@ -30,56 +31,79 @@ def examine_norm(layer: nn.Module, parent: nn.Module) -> FusedNorm | None:
         return None
     if not any(word in cls.__name__.lower() for word in ("norm", "rms")):  # for speed: most leaves are none
         return None
+    if _writes_in_place(type(parent)):
+        return None
     with isolated():
         try:
-            x, weight, bias, made = _observe(layer)
+            seen = [_observe(layer, training) for training in (True, False)]
         except Exception:  # whatever it is, it does not normalise a tensor on its own
             return None
-        for record in _records(layer, _writes_in_place(type(parent))):
-            if _agrees(record, layer, x, weight, bias, made):
+        for record in _records(layer):
+            if all(_agrees(record, layer, *observed) for observed in seen):
                 return record
     return None
 
 
-def _records(layer: nn.Module, writes_in_place: bool) -> Iterator[FusedNorm]:
+def _records(layer: nn.Module) -> Iterator[FusedNorm]:
     """What `layer` might be."""
-    eps = [n for n, v in vars(layer).items() if "eps" in n and (v is None or (type(v) is float and v >= 0.0))]
+    simple = {n: v for n, v in vars(layer).items() if type(v) in _VALUES and n not in vars(nn.Module())}
     offsets = (0.0, 1.0) if layer._parameters.get("weight") is not None else (0.0,)
     for form in ("layer_norm", "rms_norm"):
         for offset in offsets:
-            for name in eps:
-                yield FusedNorm(form, name, offset, writes_in_place)
+            for eps in [n for n, v in simple.items() if "eps" in n and (v is None or type(v) is float)]:
+                yield FusedNorm(form, eps, offset, tuple((n, v) for n, v in simple.items() if n != eps))
 
 
-def _observe(layer: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+def _observe(
+    layer: nn.Module, training: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, tuple[Tensor, ...]]:
+    """x, weight, bias, what a small copy of `layer` made of them, and the gradients of x, weight and bias."""
     random = torch.Generator("cpu").manual_seed(30)
     stored = {n: None if t is None else torch.randn(_WIDTH, generator=random) for n, t in layer._parameters.items()}
-    changes = {"_parameters": stored}
+    changes = {"_parameters": {n: None if t is None else t.requires_grad_() for n, t in stored.items()}}
     if hasattr(layer, "normalized_shape"):
         if len(layer.normalized_shape) != 1:
             raise ValueError("it normalises several dims")
         changes["normalized_shape"] = (_WIDTH,)
-    # Rows from tiny to large, so that eps and where it is added show.
-    scales = torch.tensor([1e-3, 3e-3, 1.0, 30.0]).view(4, 1)
-    x = (torch.randn(4, _WIDTH, generator=random) + 0.5) * scales
-    return x, stored.get("weight"), stored.get("bias"), copy_module(layer, training=True, **changes)(x)
+    # Rows from tiny to large, so that eps, where it is added, and clamps show.
+    scales = torch.tensor([1e-3, 3e-3, 1.0, 30.0, 1e4]).view(5, 1)
+    x = ((torch.randn(5, _WIDTH, generator=random) + 0.5) * scales).requires_grad_()
+    made = copy_module(layer, training=training, **changes)(x)
+    weight, bias = stored.get("weight"), stored.get("bias")
+    leaves = [t for t in (x, weight, bias) if t is not None]
+    return x, weight, bias, made, torch.autograd.grad(made, leaves, _incoming(made))
+
+
+def _incoming(made: Tensor) -> Tensor:
+    return torch.randn(made.shape, generator=torch.Generator("cpu").manual_seed(31), dtype=made.dtype)
 
 
 def _agrees(
-    record: FusedNorm, layer: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None, made: Tensor
+    record: FusedNorm,
+    layer: nn.Module,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    made: Tensor,
+    gradients: tuple[Tensor, ...],
 ) -> bool:
-    if record.form == "rms_norm" and bias is not None:
+    if (record.form == "rms_norm" and bias is not None) or made.shape != x.shape:
         return False
     eps = getattr(layer, record.eps)
-    weight = None if weight is None else weight + record.offset
-    norm = Norm(record.form, weight, bias, torch.finfo(x.dtype).eps if eps is None else eps)
-    expected = reference.normalize(x.double(), _double(norm))
-    return made.shape == x.shape and bool(((made - expected).abs() <= _TOLERANCE * (1 + expected.abs())).all())
-
-
-def _double(norm: Norm) -> Norm:
-    weight, bias = (None if t is None else t.double() for t in (norm.weight, norm.bias))
-    return Norm(norm.kind, weight, bias, norm.eps)
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight, bias) if t is not None]
+    wide = dict(
+        zip([n for n, t in (("x", x), ("weight", weight), ("bias", bias)) if t is not None], leaves, strict=True)
+    )
+    scaled = wide["weight"] + record.offset if "weight" in wide else None
+    norm = Norm(record.form, scaled, wide.get("bias"), torch.finfo(x.dtype).eps if eps is None else eps)
+    expected = reference.normalize(wide["x"], norm)
+    wanted = torch.autograd.grad(expected, list(wide.values()), _incoming(made).double())
+    # A row's gradient is as large as its scale is small.
+    pairs = [(made, expected), *zip(gradients, wanted, strict=True)]
+    return all(
+        bool(((got - want).abs() <= _TOLERANCE * (1e-6 + want.abs().amax(-1, keepdim=True))).all())
+        for got, want in pairs
+    )
 
 
 @functools.cache

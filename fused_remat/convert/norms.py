@@ -15,12 +15,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fused_remat.convert.rebind import original_class
 from fused_remat.plain import PLAIN_TENSOR_TYPES, is_plain_input, why_watched
 from fused_remat.settings import Norm
 
-_NOTE = "_fused_remat_norm"  # on the result of a converted norm
+_NOTE = "_fused_remat_norm"  # on the result of a converted norm, while it is traced
+# Elsewhere notes lie beside the results, which go their own ways (to a file, to another process) without them.
+_notes = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class FusedNorm:
     form: str  # a kind of `fused_remat.Norm`
     eps: str  # the attribute that holds it
     offset: float = 0.0  # added to the weight: 1 where the stored weight is its distance from one (Gemma)
-    writes_in_place: bool = False  # somewhere in the code that calls the norm
+    settings: tuple[tuple[str, Any], ...] = ()  # the norm's other attributes, compared at every call
     method: ClassVar[str] = "forward"
     kind: ClassVar[str] = "norm"
     takes_norm: ClassVar[bool] = False
@@ -43,10 +46,16 @@ class FusedNorm:
         if torch.is_grad_enabled() and len(args) + len(kwargs) == 1:
             (x,) = args or kwargs.values()
             if self._can_be_redone(layer, x, result):
-                setattr(result, _NOTE, _Note(layer, self, x, result))
+                note = _Note(layer, self, x, result)
+                if torch.compiler.is_compiling():
+                    setattr(result, _NOTE, note)
+                else:
+                    _notes[result] = note
         return result
 
     def _can_be_redone(self, layer: nn.Module, x: Tensor, result: Tensor) -> bool:
+        if any(getattr(layer, name, None) != value for name, value in self.settings):
+            return False
         if type(layer) is original_class(layer):  # made anew on top of the fused class: parametrised, sharded
             return False
         if not (is_plain_input(x) and is_plain_input(result) and result.requires_grad and result.dtype == x.dtype):
@@ -68,21 +77,23 @@ class _Note:
     def __init__(self, layer: nn.Module, record: FusedNorm, x: Tensor, result: Tensor) -> None:
         self.layer, self.record, self.x = layer, record, x
         self.weight = layer._parameters.get("weight")
-        # A tracer knows no versions; there, a caller that writes in place is not trusted at all.
+        # A tracer knows no versions. (No norm is converted whose caller, as far as its source tells, writes in place.)
         self.versions = None if torch.compiler.is_compiling() else (x._version, result._version)
 
     def holds(self, result: Tensor) -> bool:
         if self.layer._parameters.get("weight") is not self.weight or why_watched() is not None:
             return False
         if self.versions is None or torch.compiler.is_compiling():
-            return not self.record.writes_in_place
+            return True
         observed = result._backward_hooks or result.retains_grad
         return not observed and self.versions == (self.x._version, result._version)
 
 
 def source_of(x: Any) -> tuple[Tensor, Norm] | None:
     """The tensor that a norm made `x` from, and that norm, if a fused call can start there; else None."""
-    note = getattr(x, _NOTE, None) if torch.is_grad_enabled() else None
+    if not torch.is_grad_enabled() or not isinstance(x, Tensor):
+        return None
+    note = getattr(x, _NOTE, None) if torch.compiler.is_compiling() else _notes.get(x)
     if note is None or not note.holds(x):
         return None
     return note.x, note.record.norm(note.layer, note.x.dtype)
