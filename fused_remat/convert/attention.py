@@ -49,6 +49,10 @@ class FusedAttention:
             y, weights = stock()
             return y, weights if self.need_weights else None
         source, norm = source_of(query) or (query, None)
+        # A norm of the query goes to key and value where they are the query; not to the value alone, and not to what it
+        # was made from.
+        if norm is not None and ((value is query and key is not query) or key is source or value is source):
+            source, norm = query, None
         key, value = (source if x is query else x for x in (key, value))
         return attend(
             layer, source, key, value, key_padding_mask, need_weights and self.need_weights, attn_mask,

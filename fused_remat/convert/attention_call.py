@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +94,16 @@ def implementation(layer: nn.Module, core: Path) -> str | None:
 
 
 def wants_weights(layer: nn.Module, core: Path) -> bool:
-    """Whether the model's configuration asks for attention weights."""
-    return getattr(getattr(find(layer, core), "config", None), "output_attentions", False) is True
+    """Whether the model's configuration asks for attention weights, or transformers is recording them."""
+    if getattr(getattr(find(layer, core), "config", None), "output_attentions", False) is True:
+        return True
+    return not torch.compiler.is_compiling() and _is_recording()
+
+
+def _is_recording() -> bool:
+    recorder = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    outputs = None if recorder is None else recorder.get()
+    return outputs is not None and any("attention" in name for name in outputs)
 
 
 def changed_defaults(cls: type[nn.Module]) -> tuple[str, ...]:

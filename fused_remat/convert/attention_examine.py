@@ -40,7 +40,7 @@ _WORDS = (
 
 # What says where a module is, or what state it is in, instead of what it computes; and the containers of nn.Module.
 _PLACE = frozenset(("training", *vars(nn.Module())))
-_COUNTED = frozenset(("layer_idx", "layer_id"))
+_COUNTED = frozenset(("layer_idx", "layer_id", "gradient_checkpointing"))
 _VALUES = (str, int, float, bool, tuple)
 
 
@@ -141,12 +141,15 @@ def _settle(
     if None not in contexts.values():
         return alone
     passed = [is_crossed for is_crossed, reason in contexts.items() if reason is None]
+    forms = {probe.observe(layout, replace(s, crossed=passed[0])).returns for s in base}
+    if len(forms) > 1:
+        return f"it returns {' or '.join(sorted(forms))}, by the mode"
     return FusedAttentionLayer(
         layout=replace(layout, accepts=frozenset(_accepted(layer, layout, probe, passed))),
         keep=keep,
         names=parameter_names(type(layer)),
         meaningful=changed_defaults(type(layer)),
-        returns=probe.observe(layout, replace(base[0], crossed=passed[0])).returns,
+        returns=forms.pop(),
         linear=linear,
         parts=tuple(_parts(layer, layout)),
         settings=tuple(_settings(layer, layout)),

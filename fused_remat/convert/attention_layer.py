@@ -25,7 +25,7 @@ from fused_remat.convert.attention_call import (
     why_dtypes_differ,
 )
 from fused_remat.convert.attention_layout import BLOCKS, HEADS, PREFIXES, AttentionLayout
-from fused_remat.convert.fused import Path, find, why_changed
+from fused_remat.convert.fused import Path, find, note_own_code, why_changed
 from fused_remat.convert.norms import FusedNorm, source_of
 from fused_remat.plain import PLAIN_TENSOR_TYPES, is_dtensor, why_watched
 from fused_remat.settings import LowRank, Norm
@@ -78,7 +78,10 @@ class FusedAttentionLayer:
 
     def run(self, layer: nn.Module, stock: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
         call = self.understood(layer, args, kwargs)
-        return stock() if isinstance(call, str) else self._pack(layer, call, run(layer, self, call))
+        if isinstance(call, str):
+            note_own_code(layer, call)
+            return stock()
+        return self._pack(layer, call, run(layer, self, call))
 
     def understood(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
         """The call, if the fused one computes the same; else why the layer must run its own code."""
@@ -100,6 +103,8 @@ class FusedAttentionLayer:
             return f"its code was not seen {' and '.join(sorted(unseen))} to do what a fused call does"
         if (inputs.keys is None and bool(roles & {"rotary", "rope"})) != (inputs.rotary is not None):
             return "its code was not seen with just these position embeddings"
+        if inputs.rotary is not None and inputs.rotary[0].shape[-2] != inputs.x.shape[1]:
+            return "its position embeddings are not those of its input"
         if wants_weights(layer, layout.core):
             return "it was asked for attention weights"
         if stands_for not in (None, *IMPLEMENTATIONS):

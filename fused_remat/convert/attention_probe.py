@@ -117,6 +117,12 @@ def returns_of(result: Any, heads: int, bias: Tensor | None) -> tuple[str, Tenso
     raise TypeError("it returns something else than y, (y, weights) or (y, bias, weights)")
 
 
+def _forbid_weights(result: Any) -> None:
+    """Raises TypeError where weights are returned that a fused call would not make."""
+    if isinstance(result, tuple) and result[-1] is not None:
+        raise TypeError("it returns attention weights, which a fused call does not make")
+
+
 class Probe:
     """Tries layouts of one layer; what does not depend on the layout is run once."""
 
@@ -204,7 +210,10 @@ def _observe(
     torch.manual_seed(22)
     values = {_roles(layer)[name]: value for name, value in call.items() if value is not None}
     bias = values.get("bias")
-    returns, y = returns_of(type(layer).forward(copy, **call), layout.num_heads, bias if scenario.biased else None)
+    result = type(layer).forward(copy, **call)
+    if implementation(layer, layout.core) is None:  # transformers asks for weights when it wants them
+        _forbid_weights(result)
+    returns, y = returns_of(result, layout.num_heads, bias if scenario.biased else None)
     if any(set(vars(find(copy, path))) != names for path, names in before.items()):
         raise TypeError("it stores something on itself")
     dout = torch.randn(y.shape, generator=random, dtype=torch.float64)

@@ -6,10 +6,12 @@ path, so that copies, pickles and layers whose children are swapped later see th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fused_remat import functional, tensor_parallel
@@ -19,6 +21,7 @@ from fused_remat.plain import is_plain_input, why_not_plain, why_watched, why_we
 from fused_remat.settings import Keep, LowRank, Norm
 
 Path = tuple[str, ...]
+_logger = logging.getLogger("fused_remat")
 
 # How one linear of 2F rows can hold gate and up: in halves, or in even and odd rows.
 HALVES = ("gate_first", "up_first")
@@ -95,11 +98,19 @@ class Fused:
         if len(args) + len(kwargs) != 1:
             return stock()
         (x,) = args or kwargs.values()
-        if why_stock(layer, self, x) is not None:
+        reason = why_stock(layer, self, x)
+        if reason is not None:
+            note_own_code(layer, reason)
             return stock()
         # A rank with a shard of the weights would have its part of the gradient of the norm's weight only.
         source = source_of(x) if self.takes_norm and not is_split(layer, self) else None
         return run(layer, self, *(source or (x,)))
+
+
+def note_own_code(layer: nn.Module, reason: str) -> None:
+    """Tells the logger "fused_remat", at level DEBUG, why a converted layer runs its own code in this call."""
+    if not torch.compiler.is_compiling():
+        _logger.debug("%s runs its own code: %s", type(layer).__name__, reason)
 
 
 def find(layer: nn.Module, path: Path) -> nn.Module | None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fused_remat import reference
 from fused_remat.convert.behaviour import copy_module, isolated
 from fused_remat.convert.norms import FusedNorm
-from fused_remat.convert.rebind import original_class
 from fused_remat.settings import Norm
 
 _WIDTH = 6  # of the copy that is tried
@@ -24,12 +23,12 @@ _TOLERANCE = 1e-4  # relative; the norms of transformers compute in float32 what
 
 def examine_norm(layer: nn.Module, parent: nn.Module) -> FusedNorm | None:
     """The record with which what reads `layer`, a child of `parent`, can apply it; None if it is no known norm."""
-    names, cls = set(layer._parameters), original_class(layer)
+    names = set(layer._parameters)
     if layer._modules or layer._buffers or "forward" in vars(layer) or not names <= {"weight", "bias"}:
         return None
     if any(tensor is not None and tensor.dim() > 1 for tensor in layer._parameters.values()):
         return None
-    if not any(word in cls.__name__.lower() for word in ("norm", "rms")):  # for speed: most leaves are none
+    if not any("eps" in name for name in vars(layer)):
         return None
     if _writes_in_place(type(parent)):
         return None
@@ -108,19 +107,38 @@ def _agrees(
 
 @functools.cache
 def _writes_in_place(cls: type[nn.Module]) -> bool:
-    """Whether the code of `cls`, as far as its source tells, changes any tensor in place; True if there is none."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
-    except (OSError, TypeError, SyntaxError):
-        return True
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.AugAssign, ast.Delete)):
+    """Whether forward of `cls`, or a method that it calls, changes a tensor in place, as far as sources tell.
+
+    True where there is no source.
+    """
+    waiting, known = ["forward"], {"forward"}
+    while waiting:
+        method = getattr(cls, waiting.pop(), None)
+        if not callable(method):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
+        except (OSError, TypeError, SyntaxError):
             return True
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(target, ast.Subscript) for target in targets):
+        for node in ast.walk(tree):
+            if _is_write(node):
                 return True
-        name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
-        if name.endswith("_") and not name.endswith("__"):
-            return True
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                is_method = inspect.isfunction(getattr(cls, node.attr, None)) and not hasattr(nn.Module, node.attr)
+                if is_method and node.attr not in known:
+                    known.add(node.attr)
+                    waiting.append(node.attr)
     return False
+
+
+def _is_write(node: ast.AST) -> bool:
+    if isinstance(node, (ast.AugAssign, ast.Delete)):
+        return True
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(isinstance(target, ast.Subscript) for target in targets)
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    inplace = any(word.arg == "inplace" for word in node.keywords)
+    return inplace or (name.endswith("_") and not name.endswith("__"))

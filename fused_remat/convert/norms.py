@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fused_remat.convert.rebind import original_class
+from fused_remat.convert.rebind import is_fused_class
 from fused_remat.plain import PLAIN_TENSOR_TYPES, is_plain_input, why_watched
 from fused_remat.settings import Norm
 
@@ -56,7 +56,7 @@ class FusedNorm:
     def _can_be_redone(self, layer: nn.Module, x: Tensor, result: Tensor) -> bool:
         if any(getattr(layer, name, None) != value for name, value in self.settings):
             return False
-        if type(layer) is original_class(layer):  # made anew on top of the fused class: parametrised, sharded
+        if not is_fused_class(type(layer)):  # made anew on top of the fused class: parametrised, sharded
             return False
         if not (is_plain_input(x) and is_plain_input(result) and result.requires_grad and result.dtype == x.dtype):
             return False

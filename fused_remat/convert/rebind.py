@@ -19,6 +19,7 @@ from fused_remat.nn.attend import allow_bypass, forbid_bypass
 
 _RECORDS = "_fused_remat"  # the instance attribute with the layer's records by method
 _ORIGINAL = "_fused_remat_original"  # on a fused class: the class it replaces
+_SELF = "_fused_remat_self"  # on a fused class: the class
 _STOCKS = "_fused_remat_stocks"  # on a fused class: the methods it overrides, as they were when it was made
 
 
@@ -69,7 +70,14 @@ def _fused_class(
         _ORIGINAL: original,
         _STOCKS: dict(zip(methods, stocks, strict=True)),
     }
-    return type(original)(original.__name__, (original,), namespace)
+    cls = type(original)(original.__name__, (original,), namespace)
+    setattr(cls, _SELF, cls)
+    return cls
+
+
+def is_fused_class(cls: type[nn.Module]) -> bool:
+    """Whether `cls` was made here; not so a class that something else made on top of one."""
+    return getattr(cls, _SELF, None) is cls
 
 
 def _fused_method(original: type[nn.Module], method: str, stock: Callable[..., Any]) -> Callable[..., Any]:
