@@ -70,8 +70,10 @@ class _Flow:
                 continue
             if any(self._stage(node) == "done" for node in _expressions(statement)):
                 return True
-            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                self.variables[statement.targets[0].id] = self._stage(statement.value)
+            stage = self._stage(statement.value) if isinstance(statement, ast.Assign) else ""
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    self.variables[node.id] = stage
         return False
 
     def _stage(self, node: ast.AST) -> str:

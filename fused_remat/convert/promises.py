@@ -141,6 +141,15 @@ def _autocast(device: str) -> tuple[bool, torch.dtype | None]:
     return enabled, torch.get_autocast_dtype(device) if enabled else None
 
 
+def _top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The hooks on saved tensors that are in force."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _dtype(x: Tensor) -> torch.dtype:
     """Of what a linear makes of `x`."""
     enabled, dtype = _autocast(x.device.type)
@@ -175,6 +184,7 @@ class _Recipe:
     def __post_init__(self) -> None:
         self.read = self._state()
         self.autocast = _autocast(self.x.device.type)
+        self.hooks = _top_hooks()
 
     def _state(self) -> list[Any]:
         """What must stay as it is until the promise is kept."""
@@ -204,17 +214,26 @@ class _Recipe:
                 "the hidden features of a converted MLP were used again after its last linear, which dropped some "
                 "inside the fused call; leave the block out with convert(..., exclude=...), or set its dropout to 0"
             )
-        enabled, dtype = self.autocast
-        device = self.x.device.type
-        autocast = torch.autocast(device, dtype, enabled) if enabled else contextlib.nullcontext()
-        if not enabled and _autocast(device)[0]:
-            autocast = torch.autocast(device, enabled=False)
-        with torch.inference_mode(False), torch.enable_grad(), autocast:
+        with torch.inference_mode(False), torch.enable_grad(), self._settings():
             values = self.up()
             for step in self.steps:
                 values = step(values)
         self.values = values
         return values
+
+    @contextlib.contextmanager
+    def _settings(self) -> Iterator[None]:
+        """Autocast and the hooks on saved tensors as they were where the promise was made: a checkpoint that began
+        since would not see these steps again."""
+        device = self.x.device.type
+        with contextlib.ExitStack() as stack:
+            if self.autocast != _autocast(device):
+                enabled, dtype = self.autocast
+                stack.enter_context(torch.autocast(device, dtype, enabled))
+            if self.hooks != _top_hooks():
+                pack, unpack = self.hooks or (_itself, _itself)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+            yield
 
 
 class Promise(Tensor):
