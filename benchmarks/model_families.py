@@ -215,7 +215,7 @@ FAMILIES: dict[str, Family] = {
         attentions=6, mlps=4, folded=6,
     ),
     "Whisper": _encoder_decoder(
-        _transformers("WhisperModel", **(_TEXT | _SPEECH)), _speech, block="encoder.layers.0", attentions=6, mlps=0,
-        folded=6, left_alone=("encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"),
+        _transformers("WhisperModel", **(_TEXT | _SPEECH)), _speech, block="encoder.layers.0", attentions=6, mlps=4,
+        folded=6,
     ),
 }  # fmt: skip

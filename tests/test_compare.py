@@ -247,7 +247,8 @@ def test_compare_says_which_layers_were_converted(result, report):
     model, folder, output = report
     if model == "vit":
         expected = [
-            "2 x EncoderBlock (encoder.layers.encoder_layer_0, ...): block, pre-norms folded into what they feed",
+            "4 x LayerNorm (encoder.layers.encoder_layer_0.ln_1, ...): layer_norm, "
+            "applied by the fused layers that read it",
             "2 x MultiheadAttention (encoder.layers.encoder_layer_0.self_attention, ...): attention, keep=('out',)",
             "2 x MLPBlock (encoder.layers.encoder_layer_0.mlp, ...): mlp, gelu, keep=()",
         ]

@@ -1,11 +1,12 @@
 """`convert` and `revert`: let the layers of an existing model drop their activations, without changing the model.
 
 How it works, in reading order: `select` picks modules; for MLPs, `patterns` proposes where the parts might be,
-`behaviour` proves a proposal by running the layer's code on a tiny copy, `near_misses` says why not where no layer or
-method is the MLP; `attention` recognises nn.MultiheadAttention, `attention_examine` the attentions of other libraries
-(`attention_layout` proposes, `attention_probe` proves, `attention_call` reads their arguments); `norm_examine` the
-norms in front of these layers; `rebind` gives a layer a subclass of its own class, which runs the records that `fused`,
-`attention`, `attention_layer` and `norms` define.
+`behaviour` proves a proposal by running the layer's code on a tiny copy, `inline` finds MLPs written in a block's
+forward, which `promises` runs, `near_misses` says why not where no layer or method is the MLP; `attention` recognises
+nn.MultiheadAttention, `attention_examine` the attentions of other libraries (`attention_layout` proposes,
+`attention_probe` proves, `attention_call` reads their arguments); `norm_examine` the norms in front of these layers;
+`rebind` gives a layer a subclass of its own class, which runs the records that `fused`, `promises`, `attention`,
+`attention_layer` and `norms` define.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fused_remat.convert.examine import examine, why_already
 from fused_remat.convert.fused import Layout
 from fused_remat.convert.keep import Keeps, check_keeps
 from fused_remat.convert.norm_examine import examine_norm
+from fused_remat.convert.promises import InlineMLP
 from fused_remat.convert.rebind import Record, bind, records_of, unbind
 from fused_remat.convert.report import Entry, Report
 from fused_remat.convert.select import Selector, select
@@ -105,7 +107,11 @@ def convert(
     if not dry_run:
         for _, layer, record in found:
             bind(layer, record)
-        report.bound = [(layer, record.method) for _, layer, record in found]
+        report.bound = [(entry.name, layer, record.method) for entry, layer, record in found]
+        for entry, layer, record in found:
+            for part, its_record in record.parts(layer) if isinstance(record, InlineMLP) else ():
+                bind(part, its_record)
+                report.bound.append((entry.name, part, its_record.method))
     return report
 
 
@@ -136,13 +142,16 @@ def _with_norms(
     # The code that hands a norm's result to a fused layer is that of the layer itself, where a method of it is fused,
     # of its parent, or of the parent of a container around it.
     callers = {}
-    for name, layer, method in [
-        (entry.name, layer, record.method) for entry, layer, record in found if record.takes_norm
-    ]:
-        above = modules[name.rpartition(".")[0]] if name else None
-        if isinstance(above, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            above = modules[name.rpartition(".")[0].rpartition(".")[0]]
-        callers[layer if method != "forward" else above] = None
+    for entry, layer, record in found:
+        if not record.takes_norm:
+            continue
+        above = entry.name.rpartition(".")[0]
+        if record.method != "forward" or isinstance(record, InlineMLP):
+            callers[layer] = None
+            continue
+        callers[modules[above]] = None
+        if isinstance(modules[above], (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            callers[modules[above.rpartition(".")[0]]] = None
     norms = []
     for name, layer in chosen:
         parent = modules.get(name.rpartition(".")[0])

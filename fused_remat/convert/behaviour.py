@@ -115,6 +115,14 @@ def activation_name(act: nn.Module | Callable[[Tensor], Tensor]) -> str | None:
         return names[0] if names else None
 
 
+def overwrites_input(act: nn.Module) -> bool:
+    """Whether the activation `act` writes its result into what it is given."""
+    with isolated():
+        x = _grid()
+        copy_module(act, training=True)(x)
+        return not torch.equal(x, _grid())
+
+
 def looks_like_activation(module: nn.Module) -> bool:
     """Whether `module` could be an activation, known or not: a leaf that maps any tensor to one of the same shape."""
     if module._modules:

@@ -17,12 +17,12 @@ _NEED_WEIGHTS = 4  # the position of need_weights among forward's arguments
 
 def discards_weights(caller: nn.Module, child: str) -> bool:
     """Whether the code of `caller` calls `self.<child>` for weights that it then ignores, at every call that it has."""
-    uses = [use for code in _code(type(caller)) for use in _uses(code, child)]
+    uses = [use for code in methods_of(type(caller)) for use in _uses(code, child)]
     return bool(uses) and all(uses)
 
 
 @functools.cache
-def _code(cls: type[nn.Module]) -> tuple[ast.FunctionDef, ...]:
+def methods_of(cls: type[nn.Module]) -> tuple[ast.FunctionDef, ...]:
     """The methods of `cls` and of its bases below nn.Module whose source is there, an overriding one only."""
     methods: dict[str, ast.FunctionDef] = {}
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:

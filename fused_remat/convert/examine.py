@@ -11,12 +11,21 @@ import torch
 from torch import nn
 
 from fused_remat.convert.adapters import base_of
-from fused_remat.convert.behaviour import Observation, computes_tokens_apart, observe, why_not_mlp
+from fused_remat.convert.behaviour import (
+    Observation,
+    computes_tokens_apart,
+    observe,
+    overwrites_input,
+    why_not_mlp,
+)
 from fused_remat.convert.fused import INTERLEAVED, Fused, Layout, Path, child_names, find, why_changed
+from fused_remat.convert.inline import inline_layout
 from fused_remat.convert.near_misses import NEAR_MISSES
 from fused_remat.convert.patterns import PATTERNS, Proposal, attribute, is_conv1d
-from fused_remat.convert.rebind import fused_class, records_of
+from fused_remat.convert.promises import InlineMLP
+from fused_remat.convert.rebind import fused_class, original_class, records_of
 from fused_remat.nn import MLP, GatedMLP, MultiheadAttention
+from fused_remat.plain import why_not_plain, why_not_plain_linear, why_weights_unfit
 from fused_remat.settings import RESIDUALS, Keep
 
 # Attribute values that can be told apart by `==` and are the same in a copy.
@@ -31,7 +40,7 @@ def why_already(layer: nn.Module) -> str | None:
     return f"already converted: {became}; revert it to choose again" if became else None
 
 
-def examine(layer: nn.Module, keep: Keep, known: set[Layout]) -> Fused | str | None:
+def examine(layer: nn.Module, keep: Keep, known: set[Layout]) -> Fused | InlineMLP | str | None:
     """The record with which `layer` can run fused, the reason why it cannot, or None if it does not look like an MLP.
 
     `known` collects the layouts that fitted so far; they are tried first, as models repeat their layers.
@@ -47,7 +56,39 @@ def examine(layer: nn.Module, keep: Keep, known: set[Layout]) -> Fused | str | N
         if isinstance(verdict, Fused):
             return verdict
         first_reason = first_reason or verdict
-    return first_reason or next(filter(None, (near_miss(layer) for near_miss in NEAR_MISSES)), None)
+    if first_reason is not None:
+        return first_reason
+    layout = inline_layout(layer)
+    if layout is not None:
+        return _inline(layer, layout, keep)
+    return next(filter(None, (near_miss(layer) for near_miss in NEAR_MISSES)), None)
+
+
+def _inline(layer: nn.Module, layout: Layout, keep: Keep) -> InlineMLP | str:
+    act = find(layer, layout.act)
+    settings = tuple((name, value) for path, name, value in _settings(layer, layout) if path == layout.act)
+    record = InlineMLP(layout, _kept(layout, keep), act is not None and overwrites_input(act), settings)
+    return _why_not_inline(layer, layout) or record
+
+
+def _why_not_inline(layer: nn.Module, layout: Layout) -> str | None:
+    """Why a block whose forward holds an MLP is left alone all the same."""
+    if "forward" in vars(layer):
+        return "has a forward of its own on the instance"
+    for path in (layout.up, layout.down):
+        reason = why_not_plain_linear(find(layer, path))
+        if reason is not None:
+            return f"{path[0]} {reason}"
+    act = find(layer, layout.act)
+    reason = None if act is None else why_not_plain(act, type(act))
+    if reason is not None:
+        return f"{layout.act[0]} {reason}"
+    try:
+        for part in filter(None, (layer, act)):
+            fused_class(original_class(part), ("forward",))
+    except TypeError as error:  # a class that refuses subclasses, or wants arguments for them
+        return f"its class cannot be subclassed: {error}"
+    return why_weights_unfit(find(layer, layout.up).weight, find(layer, layout.down).weight)
 
 
 def _settle(layer: nn.Module, proposal: Proposal, keep: Keep, known: set[Layout]) -> Fused | str | None:
@@ -79,12 +120,16 @@ def _record(layer: nn.Module, layout: Layout, linear: type[nn.Module], keep: Kee
     runs_every_child = type(layer).forward is nn.Sequential.forward
     return Fused(
         layout=layout,
-        keep=tuple(name for name in RESIDUALS[bool(layout.gate)] if name in keep) if isinstance(keep, tuple) else keep,
+        keep=_kept(layout, keep),
         linear=linear,
         parts=tuple((path, type(find(layer, path))) for path in replaced),
         settings=tuple(_settings(layer, layout)),
         children=(((), child_names(layer)),) if runs_every_child else (),
     )
+
+
+def _kept(layout: Layout, keep: Keep) -> Keep:
+    return tuple(name for name in RESIDUALS[bool(layout.gate)] if name in keep) if isinstance(keep, tuple) else keep
 
 
 def _settings(layer: nn.Module, layout: Layout) -> Iterator[tuple[Path, str, Any]]:

@@ -18,7 +18,7 @@ from fused_remat.convert.patterns import features, is_conv1d
 
 
 def _inline(layer: nn.Module) -> str | None:
-    """A block whose forward calls the linears itself, between attention, norms and sums: Whisper, BART, OPT, ..."""
+    """A block whose forward calls the linears itself, between attention, norms and sums, that `inline` cannot read."""
     linears = [name for name, child in layer._modules.items() if isinstance(child, nn.Linear) or is_conv1d(child)]
     others = [name for name, child in layer._modules.items() if name not in linears and _has_parameters(child)]
     if not others or type(layer).forward in (nn.Sequential.forward, nn.Module.forward) or not _has_activation(layer):
@@ -27,7 +27,7 @@ def _inline(layer: nn.Module) -> str | None:
         if features(layer._modules[up]) == features(layer._modules[down])[::-1]:
             return (
                 f"its forward calls {up} and {down} between other steps ({', '.join(others)}); "
-                "an MLP has to be a layer or a method of its own"
+                "an MLP has to be a layer or a method of its own, or `down(dropout(act(up(x))))` in plain sight"
             )
     return None
 

@@ -19,7 +19,7 @@ class Entry:
 
     name: str  # as in model.named_modules(); "" is the model itself
     class_name: str
-    kind: str = ""  # of what was converted: "mlp", "gated mlp", "attention" or "block"
+    kind: str = ""  # of what was converted: "mlp", "gated mlp", "attention" or "norm"
     became: str = ""
     note: str = ""  # what could be better
     reason: str = ""
@@ -35,12 +35,12 @@ class Report:
     converted: list[Entry] = field(default_factory=list)
     skipped: list[Entry] = field(default_factory=list)
     dry_run: bool = False
-    bound: list[tuple[nn.Module, str]] = field(default_factory=list, repr=False)  # (layer, method) of `converted`
+    # (name in `converted`, layer or a part of it, method)
+    bound: list[tuple[str, nn.Module, str]] = field(default_factory=list, repr=False)
 
     def revert(self) -> list[str]:
         """Undo this conversion; the names of the layers that got code of their own back."""
-        pairs = zip(self.converted, self.bound, strict=False)  # a dry run binds nothing
-        return list(dict.fromkeys(entry.name for entry, (layer, method) in pairs if unbind(layer, [method])))
+        return list(dict.fromkeys(name for name, layer, method in self.bound if unbind(layer, [method])))
 
     def count(self, kind: str) -> int:
         """How many entries of this kind were converted; "mlp" counts the gated ones too."""
