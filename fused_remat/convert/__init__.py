@@ -46,10 +46,12 @@ def convert(
 ) -> Report:
     """Make the MLPs and attentions of `model` keep less for backward, in place; everything else stays as it was.
 
-    An MLP is converted if its own code, run on a tiny copy, computes what `fused_remat.mlp` computes; an attention, if
-    it is an nn.MultiheadAttention, which then follows the rules of `fused_remat.MultiheadAttention`. Every part has to
-    be plain (no adapter, hook, parametrisation, quantised or sharded weight). In pre-norm blocks of nn.Transformer and
-    torchvision's ViT the norm becomes part of the fused call behind it, so that the residual stream alone is kept.
+    An MLP or attention is converted if its own code, run on a small copy with random weights, computes what
+    `fused_remat.mlp` or `fused_remat.multi_head_attention` computes; nn.MultiheadAttention then follows the rules of
+    `fused_remat.MultiheadAttention`. LayerNorms and RMSNorms in front of these layers are applied by the fused calls
+    that read their results, so that the residual stream alone is kept. Every part has to be plain, or PEFT's LoRA around
+    a plain linear (no other adapter, hook, parametrisation or quantised weight); tensor-parallel plans of
+    torch.distributed stay fused. docs/models.md has the rules.
 
     A converted layer keeps its name, parameters, `state_dict`, hooks, flags and attributes; only its class becomes a
     subclass of the one it had (and an attention gets a forward pre-hook that does nothing: without one,

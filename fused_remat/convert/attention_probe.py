@@ -39,7 +39,7 @@ from fused_remat.settings import Norm
 
 _SMALL = 8  # input width of the copy
 _LARGEST = 1 << 22  # elements of a weight that is still copied at its own input width
-_BATCH, _LENGTH, _KEYS, _LONG = 2, 5, 7, 40
+_BATCH, _LENGTH, _KEYS, _LONG = 2, 5, 7, 260
 _FAR_WORDS = ("window", "chunk", "local", "block")
 LONGEST = 256  # tokens that a copy is tried on
 _TOLERANCE = 1e-5  # relative to the largest element: eager attention of transformers takes its softmax in float32

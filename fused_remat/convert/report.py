@@ -29,7 +29,7 @@ class Entry:
 class Report:
     """`converted` and `skipped` layers in model order; `skipped` holds whatever looks like an MLP or attention.
 
-    A layer has one entry for each thing that it became: a block around an attention may be an MLP too.
+    A layer has one entry for each thing that it became.
     """
 
     converted: list[Entry] = field(default_factory=list)
