@@ -4,7 +4,7 @@ How it works, in reading order: `select` picks modules; for MLPs, `patterns` pro
 `behaviour` proves a proposal by running the layer's code on a tiny copy, `inline` finds MLPs written in a block's
 forward, which `promises` runs, `near_misses` says why not where no layer or method is the MLP; `attention` recognises
 nn.MultiheadAttention, `attention_examine` the attentions of other libraries (`attention_layout` proposes,
-`attention_probe` proves, `attention_call` reads their arguments); `norm_examine` the norms in front of these layers;
+`attention_probe` and `attention_judge` prove, `attention_call` reads their arguments); `norm_examine` the norms in front of these layers;
 `rebind` gives a layer a subclass of its own class, which runs the records that `fused`, `promises`, `attention`,
 `attention_layer` and `norms` define.
 """
@@ -49,8 +49,8 @@ def convert(
     An MLP or attention is converted if its own code, run on a small copy with random weights, computes what
     `fused_remat.mlp` or `fused_remat.multi_head_attention` computes; nn.MultiheadAttention then follows the rules of
     `fused_remat.MultiheadAttention`. LayerNorms and RMSNorms in front of these layers are applied by the fused calls
-    that read their results, so that the residual stream alone is kept. Every part has to be plain, or PEFT's LoRA around
-    a plain linear (no other adapter, hook, parametrisation or quantised weight); tensor-parallel plans of
+    that read their results, so that the residual stream alone is kept. Every part has to be plain, or PEFT's LoRA
+    around a plain linear (no other adapter, hook, parametrisation or quantised weight); tensor-parallel plans of
     torch.distributed stay fused. docs/models.md has the rules.
 
     A converted layer keeps its name, parameters, `state_dict`, hooks, flags and attributes; only its class becomes a

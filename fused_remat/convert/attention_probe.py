@@ -3,16 +3,14 @@
 As in `behaviour`: names prove little, so the layer's own code runs in float64 on a copy with random weights, and what
 it returns, with its gradients, has to be what `fused_remat.reference.multi_head_attention` gives. The copy keeps the
 layer's heads and settings and shrinks the width of its input. Each scenario below is one call: without a mask, with
-one, with other keys, with every attention weight dropped, and so on.
+one, with other keys, with attention weights dropped, and so on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat import reference
@@ -21,15 +19,14 @@ from fused_remat.convert.attention_call import (
     CAUSAL,
     NO_BIAS,
     ROLES,
-    Inputs,
     implementation,
     inputs_of,
     mask_feature,
     parameter_names,
     required_names,
-    visible_by,
 )
-from fused_remat.convert.attention_layer import own_biases, prefix, split_rows, with_bias
+from fused_remat.convert.attention_judge import Observation, Recording, Scenario, leaves_of, why_not_attention
+from fused_remat.convert.attention_layer import prefix
 from fused_remat.convert.attention_layout import AttentionLayout
 from fused_remat.convert.behaviour import Marker, copy_module, isolated, small_linear
 from fused_remat.convert.fused import Path, find
@@ -42,21 +39,6 @@ _LARGEST = 1 << 22  # elements of a weight that is still copied at its own input
 _BATCH, _LENGTH, _KEYS, _LONG = 2, 5, 7, 260
 _FAR_WORDS = ("window", "chunk", "local", "block")
 LONGEST = 256  # tokens that a copy is tried on
-_TOLERANCE = 1e-5  # relative to the largest element: eager attention of transformers takes its softmax in float32
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """One call of the copy."""
-
-    name: str  # of what it shows; in AttentionLayout.accepts
-    training: bool = False
-    mask: tuple[str, int] | None = None  # "bool" or "float", and its dims
-    crossed: bool = False  # with other keys than its input
-    dropped: bool = False  # half of the attention weights
-    causal: bool = False  # asked to be
-    biased: bool = True  # given a position bias, where it takes one
-    long: bool = False  # longer than windows and the like that its attributes may stand for
 
 
 # What every layer has to pass, alone or with other keys.
@@ -72,36 +54,6 @@ FEATURES = (
     Scenario(CAUSAL, causal=True),
     Scenario(NO_BIAS, biased=False),
 )
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What one call returned: the copy, what it was given, its output and gradients for a random one."""
-
-    scenario: Scenario
-    copy: nn.Module
-    inputs: Inputs
-    returns: str
-    dout: Tensor
-    y: Tensor
-    gradients: tuple[Tensor | None, ...]  # of x and the weights
-    factors: dict[Path, float]
-    context: Tensor  # [B, L, H Ev], what the output projection was given
-
-
-class _Recording(nn.Module):
-    """A linear that remembers what it was given."""
-
-    def __init__(self, linear: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["linear"], self.__dict__["given"] = linear, None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.linear, name)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.__dict__["given"] = x
-        return self.linear(x)
 
 
 def returns_of(result: Any, heads: int, bias: Tensor | None) -> tuple[str, Tensor]:
@@ -137,7 +89,7 @@ class Probe:
             return seen
         with isolated():
             try:
-                return _why_not(layout, seen)
+                return why_not_attention(layout, seen)
             except Exception as error:  # a method of the layer that makes its bias may raise anything
                 return f"its bias cannot be made: {str(error) or type(error).__name__}"
 
@@ -201,7 +153,7 @@ def _observe(
         parts[path] = _small_linear(linear, base_of(find(layer, path)), shape, scenario.training, random, scale)
     for path, norm in zip((layout.q_norm, layout.k_norm), norms, strict=False):
         parts[path] = _exact_norm(norm, find(layer, path), random)
-    recorded = parts[layout.out] = _Recording(parts[layout.out])
+    recorded = parts[layout.out] = Recording(parts[layout.out])
     copy = _twin(layer, parts, scenario.training)
     _set_dropout(copy, layout, 0.5 if scenario.dropped else 0.0)
     call = _arguments(layer, layout, d, scenario, random)
@@ -217,7 +169,7 @@ def _observe(
     if any(set(vars(find(copy, path))) != names for path, names in before.items()):
         raise TypeError("it stores something on itself")
     dout = torch.randn(y.shape, generator=random, dtype=torch.float64)
-    gradients = torch.autograd.grad(y, [x, *_leaves(copy, layout)], dout, allow_unused=True)
+    gradients = torch.autograd.grad(y, [x, *leaves_of(copy, layout)], dout, allow_unused=True)
     inputs = inputs_of(values, prefix(copy, layout))
     if isinstance(inputs, str):
         raise TypeError(inputs)
@@ -273,11 +225,6 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 def _large(layout: AttentionLayout) -> dict[Path, float]:
     """Factors that make q and v large, for clamps to show, and scores not."""
     return {} if layout.packing else {layout.q: 1e3, layout.k: 1e-3, layout.v: 1e4}
-
-
-def _leaves(copy: nn.Module, layout: AttentionLayout) -> list[Tensor]:
-    linears = [find(copy, path) for path in layout.linears]
-    return [t for linear in linears for t in (linear.weight, linear.bias) if t is not None]
 
 
 def _exact_norm(record: FusedNorm, norm: nn.Module, random: torch.Generator) -> nn.Module:
@@ -353,102 +300,3 @@ def _mask(scenario: Scenario, length: int, keys: int, normal: Any) -> Tensor | N
     kind, dims = scenario.mask
     mask = normal(*{4: (_BATCH, 1, length, keys), 3: (_BATCH, length, keys), 2: (length, keys)}[dims])
     return mask if kind == "float" else (mask > 0).index_fill(-1, torch.tensor([0]), True)
-
-
-def _why_not(layout: AttentionLayout, seen: Observation) -> str | None:
-    if seen.scenario.dropped:
-        return _why_not_dropped(layout, seen)
-    expected = _expected(layout, seen)
-    if isinstance(expected, str):
-        return expected
-    where = seen.scenario.name
-    if not _close(seen.y, expected):
-        return f"its forward computes something else {where}: outputs differ"
-    leaves = [seen.inputs.x, *_leaves(seen.copy, layout)]
-    wanted = torch.autograd.grad(expected, leaves, seen.dout, allow_unused=True)
-    for got, want in zip(seen.gradients, wanted, strict=True):
-        got, want = (torch.zeros(()) if t is None else t for t in (got, want))
-        if not _close(got.expand(want.shape) if got.dim() == 0 else got, want):
-            return f"its forward computes something else {where}: gradients differ"
-    return None
-
-
-def _why_not_dropped(layout: AttentionLayout, seen: Observation) -> str | None:
-    """Every token was the same, so that all weights of a query drop out to one factor for all features of a head.
-
-    Dropout of values, features or heads makes other patterns, and what drops the output is not what it is made from.
-    """
-    where = f"its forward computes something else {seen.scenario.name}"
-    heads = seen.context.detach().unflatten(-1, (layout.num_heads, -1))
-    kept = _expected_context(layout, seen)
-    factors = (heads * kept).sum(-1, keepdim=True) / kept.square().sum(-1, keepdim=True)
-    if not _close(heads, factors * kept):
-        return f"{where}: it drops features or values"
-    if factors.std(dim=1).amax() < 0.01 or not 0.5 < factors.mean() < 1.5:
-        return f"{where}: it drops none, or all of a head"
-    y = F.linear(seen.context, _weight(find(seen.copy, layout.out)), find(seen.copy, layout.out).bias)
-    return None if _close(seen.y, _after(layout, seen, y)) else f"{where}: it drops what comes after"
-
-
-def _expected_context(layout: AttentionLayout, seen: Observation) -> Tensor:
-    """What attention makes of equal tokens: their value, [1, 1, H, Ev]; the same for every query."""
-    weights, biases = unpacked(seen.copy, layout)
-    token = (seen.inputs.x if seen.inputs.keys is None else seen.inputs.keys)[:1, :1].detach()
-    value = F.linear(token, weights[2], biases[2]).detach().unflatten(-1, (layout.num_kv_heads, -1))
-    return value.repeat_interleave(layout.num_heads // layout.num_kv_heads, dim=2)
-
-
-def _after(layout: AttentionLayout, seen: Observation, y: Tensor) -> Tensor:
-    for path in layout.after:
-        y = y * seen.factors[path]
-    return (y + seen.inputs.x) * seen.factors[layout.norm] if layout.norm else y
-
-
-def _close(actual: Tensor, expected: Tensor) -> bool:
-    scale = 1.0 + expected.abs().amax() if expected.numel() else 1.0
-    same_shape = actual.shape == expected.shape or expected.dim() == 0
-    return same_shape and bool(((actual - expected).abs() <= _TOLERANCE * scale).all())
-
-
-def _expected(layout: AttentionLayout, seen: Observation) -> Tensor | str:
-    copy = seen.copy
-    inputs = with_bias(copy, layout, seen.inputs)
-    visible = (
-        inputs if isinstance(inputs, str) else visible_by(inputs, implementation(copy, layout.core), layout.causal)
-    )
-    if isinstance(visible, str):
-        return visible
-    mask, key_mask, causal = visible
-    x = inputs.x
-    weights, biases = unpacked(copy, layout)
-    out = find(copy, layout.out)
-    norms = [find(copy, path).norm if path else None for path in (layout.q_norm, layout.k_norm)]
-    settings: dict[str, Any] = {} if layout.softcap is None else {"softcap": layout.softcap}
-    y, _ = reference.multi_head_attention(
-        x, inputs.keys, None, weights, biases, _weight(out), out.bias, layout.num_heads, layout.num_kv_heads,
-        q_norm=norms[0] and norms[0].weight, k_norm=norms[1] and norms[1].weight,
-        qk_norm_eps=norms[0].eps if norms[0] else 1e-6, rotary=inputs.rotary and _three_dims(inputs.rotary),
-        rotary_interleaved=layout.interleaved, attn_mask=mask, key_padding_mask=key_mask,
-        causal="top_left" if causal else None, scale=layout.scale, **settings,
-    )  # fmt: skip
-    return _after(layout, seen, y)
-
-
-def _three_dims(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return tuple(t if t.dim() == 3 else t.unsqueeze(0) for t in rotary)
-
-
-def _weight(linear: nn.Module) -> Tensor:
-    linear = linear.linear if isinstance(linear, _Recording) else linear
-    return linear.weight if isinstance(linear, nn.Linear) else linear.weight.t()
-
-
-def unpacked(copy: nn.Module, layout: AttentionLayout) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """Weights and biases of q, k and v, each [rows, columns] and [rows]."""
-    linears = [find(copy, path) for path in (layout.q, layout.k, layout.v)]
-    weights, biases = [_weight(linear) for linear in linears], [linear.bias for linear in linears]
-    own = own_biases(copy, layout)
-    if layout.packing:
-        weights = [w.flatten(0, -2) for w in split_rows(layout, weights[0])]
-        biases = biases if biases[0] is None else [b.flatten() for b in split_rows(layout, biases[0])]
-    return tuple(weights), tuple(own or biases)
