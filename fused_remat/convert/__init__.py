@@ -4,9 +4,9 @@ How it works, in reading order: `select` picks modules; for MLPs, `patterns` pro
 `behaviour` proves a proposal by running the layer's code on a tiny copy, `inline` finds MLPs written in a block's
 forward, which `promises` runs, `near_misses` says why not where no layer or method is the MLP; `attention` recognises
 nn.MultiheadAttention, `attention_examine` the attentions of other libraries (`attention_layout` proposes,
-`attention_probe` and `attention_judge` prove, `attention_call` reads their arguments); `norm_examine` the norms in front of these layers;
-`rebind` gives a layer a subclass of its own class, which runs the records that `fused`, `promises`, `attention`,
-`attention_layer` and `norms` define.
+`attention_probe` and `attention_judge` prove, `attention_call` reads their arguments); `norm_examine` the norms in
+front of these layers; `adapters` says what a linear contributes; `rebind` gives a layer a subclass of its own class,
+which runs the records that `fused`, `promises`, `attention`, `attention_layer` and `norms` define.
 """
 
 from __future__ import annotations
