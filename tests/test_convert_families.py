@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -28,7 +29,10 @@ STREAMS = {
     "BERT": 4.2, "RoBERTa": 4.2, "T5": 3.3, "T5, gated": 3.3, "timm EVA": 2.4,
 }  # fmt: skip
 EVERY = pytest.mark.parametrize("name", FAMILIES)
-FEW = pytest.mark.parametrize("name", ["nn.Transformer, pre-norm", "timm ViT", "Llama", "GPT-2", "BERT", "T5"])
+QUICK = ("nn.Transformer, pre-norm", "timm ViT", "Llama", "GPT-2", "BERT", "T5")
+MOST_SLOW = pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 
 
 def made(name: str) -> tuple[Family, nn.Module]:
@@ -101,7 +105,34 @@ def test_bfloat16_is_as_precise_as_stock(name):
         assert ours_off <= 2 * theirs_off + 5e-3 * max(size[key], floor), f"{key}: {ours_off:.2e}, {theirs_off:.2e}"
 
 
-@FEW
+@pytest.mark.slow
+@EVERY
+def test_bfloat16_parameters_are_as_precise_as_stock(name):
+    family, truth = made(name)
+    expected = step(family, truth)
+    stock = copy.deepcopy(truth).bfloat16()
+    model = copy.deepcopy(stock)
+    convert(model)
+
+    def as_bfloat16(model: nn.Module) -> dict[str, Tensor]:
+        inputs = family.inputs()
+        wide = inputs if isinstance(inputs, dict) else {"": inputs}
+        narrow = {k: v.bfloat16() if v.is_floating_point() else v for k, v in wide.items()}
+        changed = dataclasses.replace(family, inputs=lambda: narrow if isinstance(inputs, dict) else narrow[""])
+        return {key: value.float() for key, value in step(changed, model).items()}
+
+    with fused_attentions() as attentions:
+        ours = as_bfloat16(model)
+    assert len(attentions) == family.attentions
+    theirs = as_bfloat16(stock)
+    size = {key: value.norm().item() for key, value in expected.items()}
+    floor = 1e-2 * max(value for key, value in size.items() if key != "output")
+    for key, want in expected.items():
+        ours_off, theirs_off = (ours[key] - want).norm().item(), (theirs[key] - want).norm().item()
+        assert ours_off <= 2 * theirs_off + 5e-3 * max(size[key], floor), f"{key}: {ours_off:.2e}, {theirs_off:.2e}"
+
+
+@MOST_SLOW
 def test_life_of_a_converted_model(name):
     family, model = made(name)
     stock = copy.deepcopy(model)
