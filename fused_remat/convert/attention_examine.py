@@ -91,8 +91,8 @@ def _examine(layer: nn.Module, keep: tuple[str, ...]) -> FusedAttentionLayer | s
     if function is not None and function not in IMPLEMENTATIONS:
         return f"its attention function is {function!r}; fused calls can stand for {', '.join(IMPLEMENTATIONS)}"
     name, far = longest_attribute(layer, find(layer, proposals[0].core))
-    if far > LONGEST and function is None:
-        return f"its {name} of {far} is more than the {LONGEST} tokens on which its code is tried"
+    if far >= LONGEST and function is None:
+        return f"its {name} of {far} is beyond the {LONGEST} tokens on which its code is tried"
     reason, probes = None, {}
     for layout in proposals:
         verdict = _settle(layer, layout, keep, probes)

@@ -8,6 +8,7 @@ one, with other keys, with attention weights dropped, and so on.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,16 +37,17 @@ from fused_remat.settings import Norm
 
 _SMALL = 8  # input width of the copy
 _LARGEST = 1 << 22  # elements of a weight that is still copied at its own input width
-_BATCH, _LENGTH, _KEYS, _LONG = 2, 5, 7, 260
+_BATCH, _KEYS = 2, 7
 _FAR_WORDS = ("window", "chunk", "local", "block")
-LONGEST = 256  # tokens that a copy is tried on
+LONGEST = 260  # tokens that a copy is tried on, where it takes as many
+_SHORTER = (128, 64, 40, 16)
 
 
 # What every layer has to pass, alone or with other keys.
 BASE = (
     Scenario("in evaluation"),
     Scenario("in training", training=True),
-    Scenario("for a longer and larger input", long=True),
+    Scenario("for a longer and larger input", length=LONGEST),
     Scenario("where attention weights are dropped", training=True, dropped=True),
 )
 # What a call may use once the layer has passed it.
@@ -105,16 +107,24 @@ class Probe:
 
     def _observe(self, layout: AttentionLayout, scenario: Scenario) -> Observation | str:
         reason = "it is too wide to be tried on a copy"
+        # A table of positions or a mask of its own may end before the longest input.
+        lengths = (scenario.length, *_SHORTER) if _is_long(scenario) else (scenario.length,)
         for d in dict.fromkeys((_SMALL, features(base_of(find(self.layer, layout.q)))[0])):
             if d * max(features(base_of(find(self.layer, path)))[1] for path in layout.linears) > _LARGEST:
                 continue
-            with isolated():
-                try:
-                    return _observe(self.layer, layout, self.linear, self.norms, d, scenario)
-                except Exception as error:  # the layer's code may raise anything when it is no attention
-                    text = str(error).strip().splitlines()
-                    reason = f"its forward fails on a small copy: {text[0] if text else type(error).__name__}"
+            for length in lengths:
+                tried = replace(scenario, length=length)
+                with isolated():
+                    try:
+                        return _observe(self.layer, layout, self.linear, self.norms, d, tried)
+                    except Exception as error:  # the layer's code may raise anything when it is no attention
+                        text = str(error).strip().splitlines()
+                        reason = f"its forward fails on a small copy: {text[0] if text else type(error).__name__}"
         return reason
+
+
+def _is_long(scenario: Scenario) -> bool:
+    return scenario.length > _KEYS
 
 
 def takes(layer: nn.Module, *roles: str) -> bool:
@@ -149,7 +159,7 @@ def _observe(
     for path in layout.linears:
         rows_in, rows_out = features(base_of(find(layer, path)))
         shape = (d, rows_in) if path == layout.out else (rows_out, d)
-        scale = _large(layout).get(path, 1.0) if scenario.long else 1.0
+        scale = _large(layout).get(path, 1.0) if _is_long(scenario) else 1.0
         parts[path] = _small_linear(linear, base_of(find(layer, path)), shape, scenario.training, random, scale)
     for path, norm in zip((layout.q_norm, layout.k_norm), norms, strict=False):
         parts[path] = _exact_norm(norm, find(layer, path), random)
@@ -260,9 +270,7 @@ def _arguments(
     """Random arguments by name for what the forward takes."""
     core = find(layer, layout.core)
     width = features(base_of(find(layer, layout.out)))[0] // layout.num_heads
-    _, far = longest_attribute(layer, core)
-    length = max(_LONG, min(far, LONGEST) + 3) if scenario.long else _LENGTH
-    length = getattr(core, "window_area", length)
+    length = getattr(core, "window_area", scenario.length)
     keys = _KEYS if scenario.crossed else length
     unrotated = prefix(layer, layout)
 
