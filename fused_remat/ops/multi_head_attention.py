@@ -137,73 +137,77 @@ def register() -> None:
     torch.library.impl("fused_remat::multi_head_attention_reference", "CompositeImplicitAutograd")(_reference)
 
 
+def _sizes(args: tuple[Any, ...]) -> tuple[int, tuple[int, int, int], int]:
+    """FLOP of one product of scores per unit of width, of the projections of q, k and v, and of the output."""
+    call = _call(args)
+    batch, length_q, _ = call.query
+    length_k = (call.key or call.query)[1]
+    value_width = call.w_out[1] // call.num_heads
+    width = reference.head_width(call.w_q, call.w_k is None, call.num_heads, call.num_kv_heads, value_width)
+    widths_in = [(w or call.w_q)[-1] for w in (call.w_q, call.w_k, call.w_v)]
+    rows = (call.num_heads * width, call.num_kv_heads * width, call.num_kv_heads * value_width)
+    projections = tuple(
+        2 * batch * length * n * d for length, n, d in zip((length_q, length_k, length_k), rows, widths_in, strict=True)
+    )
+    keys = length_k + (call.bias_k is not None) + bool(call.add_zero_attn)
+    scores = 2 * batch * call.num_heads * length_q * keys
+    out = 2 * batch * length_q * call.w_out[0] * call.w_out[1]
+    return scores * (width + value_width), projections, out
+
+
+def _narrow_products(args: tuple[Any, ...]) -> list[tuple[int, int]]:
+    """FLOP of x a^T and of its product with b^T, for the adapters of q, k, v and the output projection."""
+    call = _call(args)
+    batch, length_q, _ = call.query
+    length_k = (call.key or call.query)[1]
+    tokens = [batch * length for length in (length_q, length_k, length_k, length_q)]
+    return [
+        (0, 0) if adapter is None else (2 * m * adapter.a[0] * adapter.a[1], 2 * m * adapter.b[0] * adapter.b[1])
+        for m, adapter in zip(tokens, _adapters(call), strict=True)
+    ]
+
+
+def _forward_flop(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    core, projections, out = _sizes(args[: len(_names())])
+    narrow = _narrow_products(args[: len(_names())])
+    return core + sum(projections) + out + sum(sum(products) for products in narrow)
+
+
+def _in_adapter(reduce: int, expand: int, da: bool, db: bool, dx: bool, *, kept: bool) -> int:
+    """FLOP of the gradients of an adapter of q, k or v, and of dx through it."""
+    return expand * (db + (da or dx)) + reduce * (da + dx + (db and kept))
+
+
+def _out_adapter(reduce: int, expand: int, da: bool, db: bool) -> int:
+    """Likewise of the output projection, which is rebuilt for db; dx is always made."""
+    return (reduce + expand) * (1 + db) + reduce * da
+
+
+def _backward_flop(dy: Any, dweights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    core, projections, out = _sizes(args[: len(_names())])
+    (*_, q, k, v, kept_out, _lse), wanted, _ = split_masks(args)
+    through_heads = any(wanted[i] for i in range(OPERANDS) if i not in _BELOW_HEADS)
+    rebuilt = sum(flop for flop, kept in zip(projections, (q, k, v), strict=True) if kept is None)
+    total = rebuilt + out * (1 + wanted[9]) + (core if kept_out is None else 0)
+    *narrow, narrow_out = _narrow_products(args[: len(_names())])
+    total += _out_adapter(*narrow_out, *wanted[OPERANDS - 2 : OPERANDS])
+    total += sum(sum(products) for products, kept in zip(narrow, (q, k, v), strict=True) if kept is None)
+    if not through_heads:
+        return total
+    packed = args[4] is None
+    for part, flop in enumerate(projections):
+        source = 0 if args[1] is None else (part if args[part] is not None else 1)
+        total += flop * (bool(wanted[source]) + bool(wanted[3 if packed else 3 + part]))
+        factors = wanted[_FIRST_FACTOR + 2 * part :][:2]
+        total += _in_adapter(*narrow[part], *factors, wanted[source], kept=(q, k, v)[part] is not None)
+    return total + core * 5 // 2
+
+
 def flop_formulas() -> dict[torch._ops.OpOverloadPacket, Callable[..., int]]:
     """FLOP of projections and of the products of attention, masked ones included, as torch counts its own."""
-
-    def sizes(args: tuple[Any, ...]) -> tuple[int, tuple[int, int, int], int]:
-        """FLOP of one product of scores per unit of width, of the projections of q, k and v, and of the output."""
-        call = _call(args)
-        batch, length_q, _ = call.query
-        length_k = (call.key or call.query)[1]
-        value_width = call.w_out[1] // call.num_heads
-        width = reference.head_width(call.w_q, call.w_k is None, call.num_heads, call.num_kv_heads, value_width)
-        widths_in = [(w or call.w_q)[-1] for w in (call.w_q, call.w_k, call.w_v)]
-        rows = (call.num_heads * width, call.num_kv_heads * width, call.num_kv_heads * value_width)
-        projections = tuple(
-            2 * batch * length * n * d
-            for length, n, d in zip((length_q, length_k, length_k), rows, widths_in, strict=True)
-        )
-        keys = length_k + (call.bias_k is not None) + bool(call.add_zero_attn)
-        scores = 2 * batch * call.num_heads * length_q * keys
-        out = 2 * batch * length_q * call.w_out[0] * call.w_out[1]
-        return scores * (width + value_width), projections, out
-
-    def narrow_products(args: tuple[Any, ...]) -> list[tuple[int, int]]:
-        """FLOP of x a^T and of its product with b^T, for the adapters of q, k, v and the output projection."""
-        call = _call(args)
-        batch, length_q, _ = call.query
-        length_k = (call.key or call.query)[1]
-        tokens = [batch * length for length in (length_q, length_k, length_k, length_q)]
-        return [
-            (0, 0) if adapter is None else (2 * m * adapter.a[0] * adapter.a[1], 2 * m * adapter.b[0] * adapter.b[1])
-            for m, adapter in zip(tokens, _adapters(call), strict=True)
-        ]
-
-    def forward(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        core, projections, out = sizes(args[: len(_names())])
-        narrow = narrow_products(args[: len(_names())])
-        return core + sum(projections) + out + sum(sum(products) for products in narrow)
-
-    def in_adapter(reduce: int, expand: int, da: bool, db: bool, dx: bool, *, kept: bool) -> int:
-        """FLOP of the gradients of an adapter of q, k or v, and of dx through it."""
-        return expand * (db + (da or dx)) + reduce * (da + dx + (db and kept))
-
-    def out_adapter(reduce: int, expand: int, da: bool, db: bool) -> int:
-        """Likewise of the output projection, which is rebuilt for db; dx is always made."""
-        return (reduce + expand) * (1 + db) + reduce * da
-
-    def backward(dy: Any, dweights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        core, projections, out = sizes(args[: len(_names())])
-        (*_, q, k, v, kept_out, _lse), wanted, _ = split_masks(args)
-        through_heads = any(wanted[i] for i in range(OPERANDS) if i not in _BELOW_HEADS)
-        rebuilt = sum(flop for flop, kept in zip(projections, (q, k, v), strict=True) if kept is None)
-        total = rebuilt + out * (1 + wanted[9]) + (core if kept_out is None else 0)
-        *narrow, narrow_out = narrow_products(args[: len(_names())])
-        total += out_adapter(*narrow_out, *wanted[OPERANDS - 2 : OPERANDS])
-        total += sum(sum(products) for products, kept in zip(narrow, (q, k, v), strict=True) if kept is None)
-        if not through_heads:
-            return total
-        packed = args[4] is None
-        for part, flop in enumerate(projections):
-            source = 0 if args[1] is None else (part if args[part] is not None else 1)
-            total += flop * (bool(wanted[source]) + bool(wanted[3 if packed else 3 + part]))
-            factors = wanted[_FIRST_FACTOR + 2 * part :][:2]
-            total += in_adapter(*narrow[part], *factors, wanted[source], kept=(q, k, v)[part] is not None)
-        return total + core * 5 // 2
-
     packets = torch.ops.fused_remat
     return {
-        packets.multi_head_attention: forward,
-        packets.multi_head_attention_fwd: forward,
-        packets.multi_head_attention_bwd: backward,
+        packets.multi_head_attention: _forward_flop,
+        packets.multi_head_attention_fwd: _forward_flop,
+        packets.multi_head_attention_bwd: _backward_flop,
     }
