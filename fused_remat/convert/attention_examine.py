@@ -26,8 +26,8 @@ from fused_remat.convert.attention_probe import BASE, FEATURES, LONGEST, Probe, 
 from fused_remat.convert.fused import Path, child_names, find, why_changed
 from fused_remat.convert.norm_examine import examine_norm
 from fused_remat.convert.norms import FusedNorm
-from fused_remat.convert.patterns import is_conv1d
-from fused_remat.convert.rebind import fused_class
+from fused_remat.convert.patterns import features, is_conv1d
+from fused_remat.convert.rebind import why_no_subclass
 
 _WORDS = (
     "softmax",
@@ -61,7 +61,7 @@ def examine_attention_layer(layer: nn.Module, keep: tuple[str, ...], known: dict
     verdict = known[likeness]
     if not isinstance(verdict, FusedAttentionLayer):
         return verdict
-    return why_changed(layer, verdict) or _why_no_subclass(layer) or verdict
+    return why_changed(layer, verdict) or why_no_subclass(type(layer), "forward") or verdict
 
 
 def fingerprint(module: nn.Module) -> tuple[Any, ...]:
@@ -181,17 +181,13 @@ def _head_norms(layer: nn.Module, layout: AttentionLayout) -> tuple[FusedNorm, .
         name = ".".join(path) or "q or k"
         if record is None or record.form != "rms_norm" or norm._parameters.get("weight") is None:
             return f"{name} is no RMSNorm with a weight, which a fused call could apply to every head"
-        rows, columns = norm.weight.numel(), _columns(out) // layout.num_heads
+        rows, columns = norm.weight.numel(), features(out)[0] // layout.num_heads
         if rows != columns:
             return f"{name} normalises {rows} features and heads are {columns} wide"
         found.append((record, getattr(norm, record.eps)))
     if found[0][1] != found[1][1]:
         return f"its norms of q and k have different eps, {found[0][1]} and {found[1][1]}"
     return tuple(record for record, _ in found)
-
-
-def _columns(linear: nn.Module) -> int:
-    return linear.nx if is_conv1d(linear) else linear.in_features
 
 
 def _parts(layer: nn.Module, layout: AttentionLayout) -> Iterator[tuple[Path, type[nn.Module]]]:
@@ -212,11 +208,3 @@ def _settings(layer: nn.Module, layout: AttentionLayout) -> Iterator[tuple[Path,
             simple = value is None or type(value) in _VALUES
             if simple and name not in _PLACE | _COUNTED and (*path, name) != layout.dropout:
                 yield path, name, value
-
-
-def _why_no_subclass(layer: nn.Module) -> str | None:
-    try:
-        fused_class(type(layer), ("forward",))
-    except TypeError as error:  # a class that refuses subclasses, or wants arguments for them
-        return f"its class cannot be subclassed: {error}"
-    return None

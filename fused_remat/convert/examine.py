@@ -23,7 +23,7 @@ from fused_remat.convert.inline import inline_layout
 from fused_remat.convert.near_misses import NEAR_MISSES
 from fused_remat.convert.patterns import PATTERNS, Proposal, attribute, is_conv1d
 from fused_remat.convert.promises import InlineMLP
-from fused_remat.convert.rebind import fused_class, original_class, records_of
+from fused_remat.convert.rebind import original_class, records_of, why_no_subclass
 from fused_remat.nn import MLP, GatedMLP, MultiheadAttention
 from fused_remat.plain import why_not_plain, why_not_plain_linear, why_weights_unfit
 from fused_remat.settings import RESIDUALS, Keep
@@ -83,11 +83,10 @@ def _why_not_inline(layer: nn.Module, layout: Layout) -> str | None:
     reason = None if act is None else why_not_plain(act, type(act))
     if reason is not None:
         return f"{layout.act[0]} {reason}"
-    try:
-        for part in filter(None, (layer, act)):
-            fused_class(original_class(part), ("forward",))
-    except TypeError as error:  # a class that refuses subclasses, or wants arguments for them
-        return f"its class cannot be subclassed: {error}"
+    for part in filter(None, (layer, act)):
+        reason = why_no_subclass(original_class(part), "forward")
+        if reason is not None:
+            return reason
     return why_weights_unfit(find(layer, layout.up).weight, find(layer, layout.down).weight)
 
 
@@ -155,11 +154,4 @@ def _why_not_now(layer: nn.Module, fused: Fused) -> str | None:
         return f"{'.'.join(fused.layout.up)} holds gate and up in even and odd rows; only halves are converted"
     if method in vars(layer):
         return f"has a {method} of its own on the instance"
-    reason = why_changed(layer, fused)
-    if reason is not None:
-        return reason
-    try:
-        fused_class(type(layer), (method,))
-    except TypeError as error:  # a class that refuses subclasses, or wants arguments for them
-        return f"its class cannot be subclassed: {error}"
-    return None
+    return why_changed(layer, fused) or why_no_subclass(type(layer), method)

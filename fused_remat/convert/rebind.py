@@ -43,6 +43,15 @@ def fused_class(original: type[nn.Module], methods: Iterable[str]) -> type[nn.Mo
     return _fused_class(original, methods, tuple(getattr(original, method) for method in methods))
 
 
+def why_no_subclass(cls: type[nn.Module], method: str) -> str | None:
+    """Why `cls` cannot have a subclass whose `method` runs fused; None if it can."""
+    try:
+        fused_class(cls, (method,))
+    except TypeError as error:  # a class that refuses subclasses, or wants arguments for them
+        return f"its class cannot be subclassed: {error}"
+    return None
+
+
 @functools.cache
 def _fused_class(
     original: type[nn.Module], methods: tuple[str, ...], stocks: tuple[Callable[..., Any], ...]
