@@ -15,7 +15,8 @@ TEST_JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
-CPP := $(shell find csrc -name '*.cpp' -o -name '*.h')
+CPP := $(shell find csrc tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+BUILD := setup.py fused_remat/_build.py fused_remat/_build_cuda.py fused_remat/_cuda_toolkit.py
 LINT_VENV := $(MAKE) --no-print-directory VENV=.venv-lint TORCH= .venv-lint/.extra-lint
 
 .PHONY: demo test lint format clean
@@ -46,7 +47,7 @@ $(VENV)/.ttsem: .ci/ttsem.txt | $(VENV)/.extra-test
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis fused_remat/_C.*
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis fused_remat/_C.* fused_remat/_C_cuda.*
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.torch:
@@ -55,8 +56,16 @@ $(VENV)/.torch:
 	@$(PIP_INSTALL) $(TORCH) ninja packaging 'setuptools>=77'
 	@touch $@
 
+# Headers that only compiling needs, and only for CUDA; their package asks for others that nothing here uses. Where it
+# cannot be installed, the kernels that need it are left out and `fused-remat doctor` says so.
+$(VENV)/.cutlass: .ci/cutlass.txt | $(VENV)/.torch
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; then \
+		$(PIP_INSTALL) --no-deps --require-hashes --requirement .ci/cutlass.txt \
+			|| echo "nvidia-cutlass cannot be installed here"; fi
+	@touch $@
+
 # Editable: Python changes need no reinstall, and C++ changes recompile only what they touch.
-$(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py fused_remat/_build.py $(CPP)
+$(VENV)/.package: $(VENV)/.torch $(VENV)/.cutlass pyproject.toml $(BUILD) $(filter csrc/%,$(CPP))
 	@echo "Compiling and installing fused_remat into $(VENV); minutes at first"
 	@$(PIP_INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@

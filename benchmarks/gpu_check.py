@@ -18,13 +18,14 @@ import torch
 
 from benchmarks import gpu_parts
 from benchmarks.cases import OURS
+from benchmarks.gpu_cases import GPU_BACKENDS
 from benchmarks.gpu_parts import Settings
 from benchmarks.operation import CHECKPOINT, EAGER
 from benchmarks.results import environment
 from benchmarks.table import show
 
 # In the order in which they run, with the most seconds of each: together, eight minutes less what starting them takes.
-PARTS = {"build": 90, "tests": 140, "mlp": 70, "attention": 70, "mha": 30, "sanitizer": 60}
+PARTS = {"build": 120, "tests": 130, "mlp": 65, "attention": 65, "mha": 30, "sanitizer": 50}
 DEFAULT_SECONDS = 460
 _LEAST_SECONDS = 5
 
@@ -32,6 +33,7 @@ _HEADERS = (
     ("", "case"),
     ("eager", "ms"),
     ("ours", "ms"),
+    *((backend, "ms") for backend in GPU_BACKENDS),
     ("x", "eager"),
     ("x check-", "point"),
     ("floor", "modelled"),
@@ -98,6 +100,8 @@ def _print(result: dict[str, Any], path: Path) -> None:
         print(f"{name}: {part['status']}" + (f", {part['reason']}" if "reason" in part else _summary(part)))
         for failure in part.get("failures", []):
             print(f"  {failure}")
+        if not part.get("cuda", {}).get("loaded", True):
+            print(f"  CUDA C++ kernels: {part['cuda']['why_not']}")
     for name in gpu_parts.TIMED:
         lines = list(_lines(result["parts"].get(name, {}).get("cases", [])))
         if lines:
@@ -131,11 +135,16 @@ def _lines(cases: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
             case["case"],
             _number(eager and eager["ms"][0]),
             _number(ours["ms"][0]),
+            *(_number(own and own["ms"][0]) for own in _named_backends(case)),
             _number(ours.get(f"time_to_{EAGER}")),
             _number(ours.get(f"time_to_{CHECKPOINT}")),
             _number(case["floor_h200_ms_modelled"]),
             *(_number(who and who[what]) for what in ("kept_mib", "backward_peak_mib") for who in (eager, ours)),
         ]
+
+
+def _named_backends(case: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+    return (case["providers"].get(f"{OURS}-{backend}") for backend in GPU_BACKENDS)
 
 
 def _number(value: float | None) -> str:

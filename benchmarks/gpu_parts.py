@@ -66,18 +66,24 @@ def run(command: Sequence[str], seconds: float, environment: Mapping[str, str] |
 
 
 def build(settings: Settings, seconds: float) -> dict[str, Any]:
-    """Compile the library at first use, for the one architecture that is there."""
+    """Compile the libraries at first use, that of the CUDA C++ kernels for the one architecture that is there."""
     code = (
-        "import json; from fused_remat import _extension, ops; ops.ready(); s = _extension.status(); "
-        "print(json.dumps([s.loaded, s.origin, str(s.path), s.reason]))"
+        f"import json; from fused_remat import _extension, ops; ops.ready(); {settings.dry} or _extension.load_cuda(); "
+        "found = _extension.status(); "
+        "print(json.dumps([[s.loaded, s.origin, str(s.path), s.reason] for s in (found, found.cuda)]))"
     )
     environment = {"MAX_JOBS": os.environ.get("MAX_JOBS", str(os.cpu_count())), **_architecture(settings)}
     done = run([sys.executable, "-W", "ignore", "-c", code], seconds, environment)
     if done.status != 0:
         return _unfinished(done)
-    loaded, origin, path, reason = json.loads(done.output.splitlines()[-1])
-    found = {"origin": origin, "library": path, "seconds": done.seconds, **_architecture(settings)}
-    return {"status": "done", **found} if loaded else {"status": "failed", "reason": reason, **found}
+    own, cuda = (
+        {"loaded": s[0], "origin": s[1], "library": s[2], "why_not": s[3]}
+        for s in json.loads(done.output.splitlines()[-1])
+    )
+    found = {**own, "cuda": cuda, "seconds": done.seconds, **_architecture(settings)}
+    if not own["loaded"]:
+        return {"status": "failed", "reason": own["why_not"], **found}
+    return {"status": "done", **found}
 
 
 def tests(settings: Settings, seconds: float) -> dict[str, Any]:

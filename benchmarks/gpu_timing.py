@@ -10,19 +10,21 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fused_remat
 from benchmarks import roofline
 from benchmarks.attention_cases import CoreCase
-from benchmarks.cases import MLPCase
-from benchmarks.gpu_cases import FULL, TINY
-from benchmarks.operation import CHECKPOINT, EAGER, Bar, Case, Forward, NotRun, Operation
+from benchmarks.cases import OURS, MLPCase
+from benchmarks.gpu_cases import FULL, GPU_BACKENDS, TINY
+from benchmarks.operation import CHECKPOINT, EAGER, Bar, Case, Forward, Leaves, NotRun, Operation
 from benchmarks.parity import Gate, failures
 from benchmarks.results import mib
 from benchmarks.run import OPERATIONS
@@ -43,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="no case is begun after as long")
     options = parser.parse_args(arguments)
     operation, device = OPERATIONS[options.operation], torch.device(options.device)
+    if options.backend is None and OURS in operation.providers:
+        operation = _with_named_backends(operation)
     start, slowest = time.monotonic(), 0.0
     for case in getattr(TINY if device.type == "cpu" else FULL, operation.name):
         begun = time.monotonic()
@@ -57,6 +61,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with options.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
     return 0
+
+
+def _with_named_backends(operation: Operation) -> Operation:
+    """Our calls on each backend of a GPU as providers too, beside those on the one that is chosen."""
+    ours = operation.providers[OURS]
+    named = {f"{OURS}-{backend}": partial(_on_backend, backend, ours) for backend in GPU_BACKENDS}
+    limit = operation.error_limits.get(OURS)
+    limits = {} if limit is None else dict.fromkeys(named, limit)
+    return replace(
+        operation, providers={**operation.providers, **named}, error_limits={**operation.error_limits, **limits}
+    )
+
+
+def _on_backend(backend: str, provider: Callable[[Any, Leaves], Forward], case: Case, leaves: Leaves) -> Forward:
+    forward = provider(case, leaves)
+
+    def named() -> Tensor:
+        with fused_remat.backend(backend):
+            return forward()
+
+    return named
 
 
 def _case(operation: Operation, case: Case, device: torch.device, backend: str | None) -> dict[str, Any]:

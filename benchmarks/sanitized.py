@@ -1,15 +1,18 @@
-"""`python -m benchmarks.sanitized [BACKEND]`: a few small calls on the GPU, forward and backward, for a sanitizer."""
+"""`python -m benchmarks.sanitized [BACKEND]`: a few small calls on the GPU, forward and backward, for a sanitizer.
+
+On that backend, or on each that has kernels for a GPU and can run the call.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 
 import torch
 
 import fused_remat
-from fused_remat.check.cases import CASES, SMALL
-from fused_remat.check.run import placed
+from benchmarks.gpu_cases import GPU_BACKENDS
+from fused_remat.check.cases import ALIGNED, CASES, NARROW, SMALL, Case, Sizes
+from fused_remat.check.run import placed, reasons
 
 NAMES = (
     "gelu",
@@ -19,16 +22,36 @@ NAMES = (
     "rotary, q and k norms",
     "averaged weights, padding",
 )
+# What the kernels in CUDA C++ do in these sizes alone: library products with epilogues, CUTLASS, copies of 16 bytes,
+# and one kernel a pass whose last block adds up what the others made.
+NAMES_IN = {
+    ALIGNED: (
+        "gelu",
+        "gelu_tanh, LayerNorm",
+        "gated silu",
+        "gated, dropout, a quarter kept",
+        "causal, dropout",
+        "rotary, q and k norms",
+    ),
+    NARROW: ("gelu", "gated silu", "dropout"),
+}
+
+
+def calls(backend: str) -> list[tuple[Case, Sizes]]:
+    """The calls that `backend` makes."""
+    names = {SMALL: NAMES} | (NAMES_IN if backend == "cuda" else {})
+    return [(case, sizes) for sizes, chosen in names.items() for case in CASES if case.name in chosen]
 
 
 def main(backend: str) -> None:
-    for case in CASES:
-        if case.name in NAMES:
-            tensors = placed(case.tensors(SMALL), "cuda", torch.bfloat16)
-            with fused_remat.backend(backend) if backend else contextlib.nullcontext():
-                outputs = case.function(**case.arguments(tensors, SMALL))
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    for name in [backend] if backend else GPU_BACKENDS:
+        for case, sizes in calls(name):
+            if backend or not reasons(case, name, "cuda", torch.bfloat16, sizes):
+                tensors = placed(case.tensors(sizes), "cuda", torch.bfloat16)
+                with fused_remat.backend(name):
+                    outputs = case.function(**case.arguments(tensors, sizes))
+                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
     torch.cuda.synchronize()
 
 

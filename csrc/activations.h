@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cmath>
+#include <string_view>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define FUSED_REMAT_HOST_DEVICE __host__ __device__
@@ -28,6 +30,23 @@
   X("identity", Identity)
 
 namespace fused_remat::activations {
+
+// Places in the table.
+enum Index : int {
+#define FUSED_REMAT_INDEX(name, Act) k##Act##Index,
+  FUSED_REMAT_ACTIVATIONS(FUSED_REMAT_INDEX)
+#undef FUSED_REMAT_INDEX
+      kCount
+};
+
+// The place of a name; -1 for one that is not in the table.
+inline int index_of(std::string_view activation) {
+#define FUSED_REMAT_FIND(name, Act) \
+  if (activation == name) return k##Act##Index;
+  FUSED_REMAT_ACTIVATIONS(FUSED_REMAT_FIND)
+#undef FUSED_REMAT_FIND
+  return -1;
+}
 
 // The elementary functions of a number type. at::vec vectors specialise this (cpu/vector_math.h).
 template <class T>
@@ -51,7 +70,13 @@ struct ValueAndSlope {
 template <class T>
 FUSED_REMAT_HOST_DEVICE inline T sigmoid_of(T x) {
   // exp overflows to inf for x << 0 and 1 / inf is the right limit, 0.
-  return T(1) / (T(1) + Math<T>::exp(T(0) - x));
+  const T denominator = T(1) + Math<T>::exp(T(0) - x);
+#if defined(__CUDA_ARCH__)
+  // Within 2 ulp. The slow path of an IEEE division is a function call, and a kernel with one runs
+  // its wgmma instructions one by one.
+  if constexpr (std::is_same_v<T, float>) return __fdividef(1.0f, denominator);
+#endif
+  return T(1) / denominator;
 }
 
 struct Gelu {

@@ -7,11 +7,15 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <optional>
 #include <string>
+
+#include "large_lse.h"
 
 namespace fused_remat {
 
@@ -27,7 +31,23 @@ struct Band {
   int64_t high = kUnlimited;
 };
 // `left` and `right` are -1 where the window has no limit on that side.
-Band band_of(int64_t causal, int64_t left, int64_t right, int64_t length_q, int64_t length_k);
+inline Band band_of(
+    int64_t causal, int64_t left, int64_t right, int64_t length_q, int64_t length_k) {
+  TORCH_CHECK_VALUE(
+      causal >= kNotCausal && causal <= kBottomRight,
+      "causal must be 0 (none), 1 (top left) or 2 (bottom right), got ", causal);
+  TORCH_CHECK_VALUE(
+      left >= -1 && right >= -1, "window sides must be -1 (no limit) or more, got ", left, " and ",
+      right);
+  const int64_t shift = causal == kBottomRight ? length_k - length_q : 0;
+  Band band;
+  // A side may be as long as an integer; sums with it must not wrap.
+  const int64_t longest = Band::kUnlimited / 2;
+  if (left >= 0) band.low = shift - std::min(left, longest);
+  if (right >= 0) band.high = shift + std::min(right, longest);
+  if (causal != kNotCausal) band.high = std::min(band.high, shift);
+  return band;
+}
 
 // Everything that turns q, k and v into probabilities: one set for the whole call, or for the heads
 // of a group.
@@ -61,11 +81,6 @@ struct AttentionGradients {
   at::Tensor dattn_mask, dkey_mask;  // shapes of the masks
 };
 
-// The log of a sum keeps too few digits beside scores of this size: log(4) vanishes beside a mask
-// of -3.4e38. Rows whose lse is beyond it get a `correction`, so that probabilities = exp(scores -
-// lse - correction).
-constexpr double kLargeLse = 64.0;
-
 // Level 3: implementers. Tensors of a head group; q, k, v, out and dout share a dtype, and their
 // last dim is dense. lse and delta are in the accumulation dtype.
 #define FUSED_REMAT_ATTENTION_IMPLEMENTER                                                          \
@@ -78,10 +93,13 @@ constexpr double kLargeLse = 64.0;
       const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attending&,             \
       const at::Tensor& lse, const at::Tensor& dout, const WeightsGradient&, bool rebuild,         \
       const at::Tensor& out, const at::Tensor& delta, const at::Tensor& correction);               \
+  /* `out` where it is at hand and delta is nothing but its row sums with dout: kernels that */    \
+  /* make delta themselves need it, the others ignore it. */                                       \
   void attention_bwd(                                                                              \
       const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Attending&,             \
       const at::Tensor& lse, const at::Tensor& correction, const at::Tensor& delta,                \
-      const at::Tensor& dout, const WeightsGradient&, const AttentionGradients&);                  \
+      const at::Tensor& dout, const OptionalTensor& out, const WeightsGradient&,                   \
+      const AttentionGradients&);                                                                  \
   /* weights [B, 1 or H, Lq, Lk] += factor * probabilities after dropout. */                       \
   void attention_weights(                                                                          \
       const at::Tensor& q, const at::Tensor& k, const Attending&, const at::Tensor& lse,           \
@@ -93,22 +111,5 @@ FUSED_REMAT_ATTENTION_IMPLEMENTER
 namespace cpu {
 FUSED_REMAT_ATTENTION_IMPLEMENTER
 }
-// Through the dispatcher, by the backend's name.
-namespace calls {
-void attention_fwd(
-    const std::string& backend, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const Attending&, const at::Tensor& out, const at::Tensor& lse);
-void attention_delta(
-    const std::string& backend, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const Attending&, const at::Tensor& lse, const at::Tensor& dout, const WeightsGradient&,
-    bool rebuild, const at::Tensor& out, const at::Tensor& delta, const at::Tensor& correction);
-void attention_bwd(
-    const std::string& backend, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-    const Attending&, const at::Tensor& lse, const at::Tensor& correction, const at::Tensor& delta,
-    const at::Tensor& dout, const WeightsGradient&, const AttentionGradients&);
-void attention_weights(
-    const std::string& backend, const at::Tensor& q, const at::Tensor& k, const Attending&,
-    const at::Tensor& lse, double factor, const at::Tensor& weights);
-}  // namespace calls
 
 }  // namespace fused_remat

@@ -11,8 +11,9 @@
 
 namespace fused_remat {
 
-// aten and cpp are implemented in this library, triton in Python (fused_remat/triton).
-constexpr const char* kBackends[] = {"aten", "cpp", "triton"};
+// aten and cpp are implemented in this library, cuda in one of its own (csrc/cuda), triton in
+// Python (fused_remat/triton).
+constexpr const char* kBackends[] = {"aten", "cpp", "cuda", "triton"};
 
 // The level-3 op of that backend, ready to be called.
 template <class Signature>

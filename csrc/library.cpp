@@ -7,6 +7,7 @@
 #include "backends.h"
 #include "mlp.h"
 #include "mlp_calls.h"
+#include "mlp_ops.h"
 #include "stream/plan.h"
 
 namespace fused_remat {
@@ -86,32 +87,6 @@ MlpGradientTuple mlp_bwd_op(
       wanted, wide));
 }
 
-template <MlpForwardChunk kImplementation>
-void mlp_fwd_chunk_op(
-    const Tensor& x, const Tensor& w_up, const OptionalTensor& b_up, const OptionalTensor& w_gate,
-    const OptionalTensor& b_gate, const Tensor& seed, string activation, double dropout_p,
-    int64_t row0, int64_t feature0, int64_t hidden_features, const Tensor& up, const Tensor& gate,
-    const Tensor& hidden, const Tensor& scratch) {
-  kImplementation(
-      x, {w_up, {}, b_up, std::nullopt, w_gate, b_gate},
-      {seed, activation, dropout_p, row0, feature0, hidden_features}, {up, gate},
-      {hidden, {}, {}, scratch});
-}
-
-template <MlpBackwardChunk kImplementation>
-void mlp_bwd_chunk_op(
-    const Tensor& x, const Tensor& dy, const Tensor& w_up, const Tensor& w_down,
-    const OptionalTensor& b_up, const OptionalTensor& w_gate, const OptionalTensor& b_gate,
-    const Tensor& up, const Tensor& gate, const Tensor& seed, string activation, double dropout_p,
-    int64_t row0, int64_t feature0, int64_t hidden_features, const Tensor& hidden,
-    const Tensor& dup, const Tensor& dgate, const Tensor& scratch, const Tensor& db_up,
-    const Tensor& db_gate) {
-  kImplementation(
-      x, dy, {w_up, w_down, b_up, std::nullopt, w_gate, b_gate},
-      {seed, activation, dropout_p, row0, feature0, hidden_features}, {up, gate},
-      {hidden, dup, dgate, scratch}, db_up, db_gate);
-}
-
 std::vector<string> activation_names() {
 #define FUSED_REMAT_NAME(name, Act) name,
   return {FUSED_REMAT_ACTIVATIONS(FUSED_REMAT_NAME)};
@@ -168,14 +143,15 @@ TORCH_LIBRARY(fused_remat, m) {
          "Tensor dup_b, Tensor dgate_a, Tensor dgate_b, Tensor ddown_a, Tensor ddown_b)")
             .c_str());
   describe_remat_op("mlp", /*saved_results=*/{false, true, true});
-  // [axis (0 tokens, 1 features), rows, features, bytes] of the tiles that the streaming would use:
-  // what explain prints.
+  // [axis (0 tokens, 1 features, 2 one kernel without tiles), rows, features, bytes] of the tiles
+  // that the streaming would use: what explain prints.
   m.def(
       "mlp_plan(int rows, int d_in, int d_out, int hidden_features, bool gated, bool backward, "
       "bool dropout,"
       " ScalarType x_dtype, ScalarType weight_dtype, ScalarType compute_dtype, int workspace, str "
       "backend,"
-      " str device, bool norm=False, int[3] ranks=[0, 0, 0]) -> int[]");
+      " str device, bool norm=False, int[3] ranks=[0, 0, 0], str activation='gelu', int "
+      "kept=0) -> int[]");
   for (const string suffix : kBackends) {
     m.def(("mlp_fwd_chunk_" + suffix +
            "(Tensor x, Tensor w_up, Tensor? b_up, Tensor? w_gate, Tensor? b_gate, Tensor seed, str "

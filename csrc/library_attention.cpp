@@ -1,7 +1,7 @@
 // Every schema of attention in one place, and which function implements it.
 #include <torch/library.h>
 
-#include "attention.h"
+#include "attention_calls.h"
 #include "attention_ops.h"
 #include "autograd/remat.h"
 #include "backends.h"
@@ -42,103 +42,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd_op(
       seed, out, lse, wanted);
 }
 
-// Of level 3, what turns q, k and v into probabilities comes last but for the buffers.
-#define FUSED_REMAT_ATTENDING_SCHEMA                                                    \
-  "Tensor? attn_mask, Tensor? key_mask, Tensor seed, int band_low, int band_high, int " \
-  "extra_keys, float dropout_p, float scale, float softcap, int head0, int num_heads, int scratch"
-#define FUSED_REMAT_ATTENDING_PARAMETERS                                                       \
-  const OptionalTensor &attn_mask, const OptionalTensor &key_mask, const Tensor &seed,         \
-      int64_t band_low, int64_t band_high, int64_t extra_keys, double dropout_p, double scale, \
-      double softcap, int64_t head0, int64_t num_heads, int64_t scratch
-#define FUSED_REMAT_ATTENDING_GROUPED                                                        \
-  Attending {                                                                                \
-    attn_mask, key_mask, seed, {band_low, band_high}, extra_keys, dropout_p, scale, softcap, \
-        head0, num_heads, scratch                                                            \
-  }
-#define FUSED_REMAT_ATTENDING_FLAT(a)                                                 \
-  (a).attn_mask, (a).key_mask, (a).seed, (a).band.low, (a).band.high, (a).extra_keys, \
-      (a).dropout_p, (a).scale, (a).softcap, (a).head0, (a).num_heads, (a).scratch
-
-template <auto kImplementation>
-void attention_fwd_tile(
-    const Tensor& q, const Tensor& k, const Tensor& v, FUSED_REMAT_ATTENDING_PARAMETERS,
-    const Tensor& out, const Tensor& lse) {
-  kImplementation(q, k, v, FUSED_REMAT_ATTENDING_GROUPED, out, lse);
-}
-
-template <auto kImplementation>
-void attention_delta_tile(
-    const Tensor& q, const Tensor& k, const Tensor& v, FUSED_REMAT_ATTENDING_PARAMETERS,
-    const Tensor& lse, const Tensor& dout, const OptionalTensor& dweights, double factor,
-    bool rebuild, const Tensor& out, const Tensor& delta, const Tensor& correction) {
-  kImplementation(
-      q, k, v, FUSED_REMAT_ATTENDING_GROUPED, lse, dout, {dweights, factor}, rebuild, out, delta,
-      correction);
-}
-
-template <auto kImplementation>
-void attention_bwd_tile(
-    const Tensor& q, const Tensor& k, const Tensor& v, FUSED_REMAT_ATTENDING_PARAMETERS,
-    const Tensor& lse, const Tensor& correction, const Tensor& delta, const Tensor& dout,
-    const OptionalTensor& dweights, double factor, const OptionalTensor& dq,
-    const OptionalTensor& dk, const OptionalTensor& dv, const OptionalTensor& dattn_mask,
-    const OptionalTensor& dkey_mask) {
-  const auto defined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
-  kImplementation(
-      q, k, v, FUSED_REMAT_ATTENDING_GROUPED, lse, correction, delta, dout, {dweights, factor},
-      {defined(dq), defined(dk), defined(dv), defined(dattn_mask), defined(dkey_mask)});
-}
-
-template <auto kImplementation>
-void attention_weights_tile(
-    const Tensor& q, const Tensor& k, FUSED_REMAT_ATTENDING_PARAMETERS, const Tensor& lse,
-    double factor, const Tensor& weights) {
-  kImplementation(q, k, FUSED_REMAT_ATTENDING_GROUPED, lse, factor, weights);
-}
-
-}  // namespace
-
-namespace calls {
-
-void attention_fwd(
-    const string& backend, const Tensor& q, const Tensor& k, const Tensor& v, const Attending& a,
-    const Tensor& out, const Tensor& lse) {
-  level3<decltype(attention_fwd_tile<cpu::attention_fwd>)>("attention_fwd", backend)
-      .call(q, k, v, FUSED_REMAT_ATTENDING_FLAT(a), out, lse);
-}
-
-void attention_delta(
-    const string& backend, const Tensor& q, const Tensor& k, const Tensor& v, const Attending& a,
-    const Tensor& lse, const Tensor& dout, const WeightsGradient& weights, bool rebuild,
-    const Tensor& out, const Tensor& delta, const Tensor& correction) {
-  level3<decltype(attention_delta_tile<cpu::attention_delta>)>("attention_delta", backend)
-      .call(
-          q, k, v, FUSED_REMAT_ATTENDING_FLAT(a), lse, dout, weights.dweights, weights.factor,
-          rebuild, out, delta, correction);
-}
-
-void attention_bwd(
-    const string& backend, const Tensor& q, const Tensor& k, const Tensor& v, const Attending& a,
-    const Tensor& lse, const Tensor& correction, const Tensor& delta, const Tensor& dout,
-    const WeightsGradient& weights, const AttentionGradients& to) {
-  level3<decltype(attention_bwd_tile<cpu::attention_bwd>)>("attention_bwd", backend)
-      .call(
-          q, k, v, FUSED_REMAT_ATTENDING_FLAT(a), lse, correction, delta, dout, weights.dweights,
-          weights.factor, or_none(to.dq), or_none(to.dk), or_none(to.dv), or_none(to.dattn_mask),
-          or_none(to.dkey_mask));
-}
-
-void attention_weights(
-    const string& backend, const Tensor& q, const Tensor& k, const Attending& a, const Tensor& lse,
-    double factor, const Tensor& weights) {
-  level3<decltype(attention_weights_tile<cpu::attention_weights>)>("attention_weights", backend)
-      .call(q, k, FUSED_REMAT_ATTENDING_FLAT(a), lse, factor, weights);
-}
-
-}  // namespace calls
-
-namespace {
-
 void define_attention(torch::Library& m) {
   const string arguments =
       "Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? key_mask, int causal, int "
@@ -168,7 +71,8 @@ void define_implementer(torch::Library& m, const string& suffix) {
          "Tensor(b!) delta, Tensor(c!) correction) -> ()")
             .c_str());
   m.def(("attention_bwd_" + qkv +
-         "Tensor lse, Tensor correction, Tensor delta, Tensor dout, Tensor? dweights, float "
+         "Tensor lse, Tensor correction, Tensor delta, Tensor dout, Tensor? out, Tensor? dweights, "
+         "float "
          "factor, Tensor(a!)? dq, "
          "Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dattn_mask, Tensor(e!)? dkey_mask) -> ()")
             .c_str());

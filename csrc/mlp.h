@@ -113,7 +113,8 @@ struct MlpTile {
   int64_t feature0;
   int64_t hidden_features;
 };
-// Buffers [rows, features] in the GEMM dtype; what is not needed is a 0-element tensor.
+// Buffers [rows, features] in the GEMM dtype; what is not needed is a 0-element tensor. `scratch`
+// of the cuda backward is flat memory (backward_scratch in stream/plan.h), and may be missing.
 struct MlpBuffers {
   at::Tensor hidden;
   at::Tensor dup;

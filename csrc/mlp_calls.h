@@ -16,4 +16,13 @@ void mlp_bwd_chunk(
     const at::Tensor& db_gate);
 void column_sums(const std::string& backend, const at::Tensor& a, const at::Tensor& out);
 
+// A narrow MLP by one kernel (cuda/mlp_small.h). x [M, D], y [M, Do].
+void mlp_small_fwd(
+    const at::Tensor& x, const MlpLayer&, const at::Tensor& seed, const MlpOptions&,
+    const at::Tensor& y);
+// Fills in the gradients that are defined; dx is [M, D].
+void mlp_small_bwd(
+    const at::Tensor& dy, const at::Tensor& x, const MlpLayer&, const at::Tensor& seed,
+    const MlpOptions&, const MlpGradients&);
+
 }  // namespace fused_remat::calls

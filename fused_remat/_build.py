@@ -1,7 +1,7 @@
-"""Compile the C++ sources into one shared library: ahead of time (`setup.py`) or at first use (`_extension.py`).
+"""Compile the C++ sources into a shared library: ahead of time (`setup.py`) or at first use (`_extension.py`).
 
-Both take the same sources, flags and ninja file from here. Nothing here imports torch before a function needs it, so
-that a build environment without torch can load this file by its path.
+Both take the same recipe from here; that of the CUDA sources stands in `_build_cuda.py`. Nothing here imports torch
+before a function needs it, so that a build environment without torch can load this file by its path.
 
 Environment: `CXX` (compiler), `MAX_JOBS` (parallel compiler processes), `FUSED_REMAT_CACHE` (folder of first-use
 builds, else `$XDG_CACHE_HOME/fused_remat` or `~/.cache/fused_remat`).
@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,8 @@ LIBRARIES = ("-ltorch", "-ltorch_cpu", "-lc10")
 EXT_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # One ATen-heavy source on one core of a server CPU, for the time named in the first-use line.
 _SECONDS_PER_SOURCE = 12
+# How compilers, nvcc, its assembler and linkers begin what stops them.
+_ERROR = re.compile(r"\b(error|fatal)\s*:|undefined reference")
 
 
 class BuildUnavailable(RuntimeError):
@@ -130,25 +132,91 @@ def job_count(source_count: int) -> int:
     return max(1, min(source_count, int(named)))
 
 
-def compile_library(output: Path, work: Path, root: Path, compiler: Compiler, *, quiet: bool = False) -> None:
-    """Compile and link the sources below `root` to `output`, with objects in `work` (reused when up to date).
+@dataclass(frozen=True)
+class Step:
+    """One source, the object that it becomes, the rule that compiles it, and flags beside the rule's."""
 
-    `quiet` holds the compiler's output back; when the compilation fails it is left in `work/build.log`. Raises
-    BuildUnavailable when there are no sources, ninja is missing, MAX_JOBS is not a number or the compilation fails.
+    source: Path
+    object: Path
+    rule: str
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one library is made.
+
+    Attributes:
+        name: of the library in the first-use cache, without suffix.
+        what: "the C++ extension", for messages.
+        made_with: the compiler, for messages.
+        rules: by name the command that compiles, without source and object; it takes -c, -o, -MMD and -MF.
+        steps: in the order of linking. Of an inline function in several objects the linker keeps the first copy.
+        linker: command that links, without inputs.
+        libraries: what the linker gets after the objects.
+        seconds: of one core for all of it, roughly.
     """
+
+    name: str
+    what: str
+    made_with: str
+    rules: Mapping[str, Sequence[str]]
+    steps: Sequence[Step]
+    linker: Sequence[str]
+    libraries: Sequence[str]
+    seconds: int
+
+
+def recipe(root: Path, compiler: Compiler) -> Recipe:
+    """How `_C` is made of the sources below `root`. Raises BuildUnavailable when there are none."""
     found = sources(root)
     if not found:
         raise BuildUnavailable(f"no C++ sources below {root}; reinstall fused_remat")
+    # g++'s OpenMP calls are left to the runtime that torch has loaded: linking would bring in a second one. clang++
+    # emits calls that this runtime may lack.
+    libraries = [f"-L{torch_folder() / 'lib'}", *LIBRARIES, *(["-fopenmp"] if compiler.is_clang else [])]
+    # A copy of an inline function that is kept must be a baseline one.
+    in_link_order = sorted(found, key=lambda source: bool(_instructions(source)))
+    return Recipe(
+        name="_C",
+        what="the C++ extension",
+        made_with=compiler.command[-1],
+        rules={"compile": [*compiler.command, *CXX_FLAGS, *abi_and_include_flags(root)]},
+        steps=[
+            Step(source, source.relative_to(root).with_suffix(".o"), "compile", _instructions(source))
+            for source in in_link_order
+        ],
+        linker=[*compiler.command, "-shared"],
+        libraries=libraries,
+        seconds=len(found) * _SECONDS_PER_SOURCE,
+    )
+
+
+def abi_and_include_flags(root: Path) -> list[str]:
+    """The flags that a source needs to see ours and torch's headers."""
+    include = torch_folder() / "include"
+    flags = [f"-D_GLIBCXX_USE_CXX11_ABI={_cxx11_abi()}", f"-I{root.resolve()}"]
+    for folder in (include, include / "torch/csrc/api/include", sysconfig.get_path("include")):
+        flags += ["-isystem", str(folder)]
+    return flags
+
+
+def compile_library(output: Path, work: Path, recipe: Recipe, *, quiet: bool = False) -> None:
+    """Compile and link to `output`, with objects in `work` (reused when up to date).
+
+    `quiet` holds the compiler's output back; when the compilation fails it is left in `work/build.log`. Raises
+    BuildUnavailable when ninja is missing, MAX_JOBS is not a number or the compilation fails.
+    """
     work.mkdir(parents=True, exist_ok=True)
     output.parent.mkdir(parents=True, exist_ok=True)
-    (work / "build.ninja").write_text(_ninja_file(output.resolve(), found, root, compiler))
-    command = [_ninja(), "-C", str(work), "-j", str(job_count(len(found)))]
+    (work / "build.ninja").write_text(_ninja_file(output.resolve(), recipe))
+    command = [_ninja(), "-C", str(work), "-j", str(job_count(len(recipe.steps)))]
     done = subprocess.run(command, stdout=subprocess.PIPE if quiet else None, stderr=subprocess.STDOUT, check=False)
     if done.returncode != 0:
         text = (done.stdout or b"").decode(errors="replace")
         (work / "build.log").write_text(text)
-        first = next((line for line in text.splitlines() if "error: " in line), f"ninja exited with {done.returncode}")
-        raise BuildUnavailable(f"compiling the C++ extension failed: {first.strip()}")
+        first = next(filter(_ERROR.search, text.splitlines()), f"ninja exited with {done.returncode}")
+        raise BuildUnavailable(f"compiling {recipe.what} failed: {first.strip()}")
 
 
 def _ninja() -> str:
@@ -162,39 +230,28 @@ def _ninja() -> str:
     return str(Path(ninja.BIN_DIR) / "ninja")
 
 
-def _ninja_file(output: Path, found: Sequence[Path], root: Path, compiler: Compiler) -> str:
-    torch_folder = _torch_folder()
-
+def _ninja_file(output: Path, recipe: Recipe) -> str:
     def path(value: Path) -> str:
         return re.sub(r"([$ :])", r"$\1", str(value))
 
     def words(values: Sequence[str]) -> str:
         return shlex.join(values).replace("$", "$$")
 
-    include = torch_folder / "include"
-    flags = [*CXX_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={_cxx11_abi()}", f"-I{root.resolve()}"]
-    for folder in (include, include / "torch/csrc/api/include", sysconfig.get_path("include")):
-        flags += ["-isystem", str(folder)]
-    # g++'s OpenMP calls are left to the runtime that torch has loaded: linking would bring in a second one. clang++
-    # emits calls that this runtime may lack.
-    link = [f"-L{torch_folder / 'lib'}", *LIBRARIES]
-    link += ["-fopenmp"] if compiler.is_clang else []
-    objects = {source: source.relative_to(root).with_suffix(".o") for source in found}
-    # Of an inline function that several sources emit, the linker keeps the first copy: it must be a baseline one.
-    link_order = sorted(found, key=lambda source: bool(_instructions(source)))
-    lines = [
-        "rule compile",
-        f"  command = {words(compiler.command)} -MMD -MF $out.d {words(flags)} $instructions -c $in -o $out",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "rule link",
-        f"  command = {words(compiler.command)} -shared $in {words(link)} -o $out",
-        *(
-            f"build {path(target)}: compile {path(source.resolve())}\n  instructions = {words(_instructions(source))}"
-            for source, target in objects.items()
-        ),
-        f"build {path(output)}: link {' '.join(path(objects[source]) for source in link_order)}",
-    ]
+    lines = []
+    for name, (command, *flags) in recipe.rules.items():
+        lines += [
+            f"rule {name}",
+            f"  command = {words([command])} {words(flags)} -MMD -MF $out.d $flags -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+        ]
+    lines += ["rule link", f"  command = {words(recipe.linker)} $in {words(recipe.libraries)} -o $out"]
+    for step in recipe.steps:
+        lines += [
+            f"build {path(step.object)}: {step.rule} {path(step.source.resolve())}",
+            f"  flags = {words(step.flags)}",
+        ]
+    lines.append(f"build {path(output)}: link {' '.join(path(step.object) for step in recipe.steps)}")
     return "\n".join(lines) + "\n"
 
 
@@ -204,7 +261,8 @@ def _instructions(source: Path) -> tuple[str, ...]:
     return INSTRUCTION_SETS.get(source.stem.rpartition("_")[2], ()) if is_x86 else ()
 
 
-def _torch_folder() -> Path:
+def torch_folder() -> Path:
+    """The folder of the torch package."""
     # Not torch.utils.cpp_extension.include_paths(): importing that module looks for CUDA and logs a line without one.
     import torch
 
@@ -219,41 +277,54 @@ def _cxx11_abi() -> int:
 
 def build_key(root: Path, compiler: Compiler) -> str:
     """Name of a first-use build: changes with whatever the library's bytes or its fitness to load depend on."""
+    return key_of(compiler, sources_and_flags=fingerprint(root))
+
+
+def key_of(compiler: Compiler, **inputs: object) -> str:
+    """20 hex digits of what every library depends on and of `inputs`."""
     import torch
 
-    inputs = {
+    common = {
         "torch": torch.__version__,
         "cxx11_abi": _cxx11_abi(),
         "python": sysconfig.get_config_var("SOABI"),
         "machine": platform.machine(),
         "compiler": [*compiler.command, compiler.version],
-        "sources_and_flags": fingerprint(root),
     }
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:20]
+    return hashlib.sha256(json.dumps(common | inputs, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def first_use_library(note: str = "") -> Path:
-    """The library of the first-use cache, compiled now when it is not there yet.
+    """`_C` of the first-use cache, compiled now when it is not there yet. Raises BuildUnavailable."""
+    check_platform()
+    root, compiler = source_root(), find_compiler()
+    return from_cache(cache_root() / build_key(root, compiler), recipe(root, compiler), note)
+
+
+def check_platform() -> None:
+    """Raises BuildUnavailable elsewhere than on Linux."""
+    if sys.platform != "linux":
+        raise BuildUnavailable(f"the C++ extension is built on Linux only (this is {sys.platform})")
+
+
+def from_cache(folder: Path, recipe: Recipe, note: str) -> Path:
+    """The library of that recipe in `folder`, compiled now when it is not there yet.
 
     Processes that ask at the same time build once: one compiles, the others wait for it. The lock is the operating
     system's, so it goes with the process that holds it; half-done builds live in folders of their own that nothing
     reads, and the finished file is renamed into place. Prints one line to stderr when it compiles or waits, or when
     there is a `note`, which is put first. Raises BuildUnavailable.
     """
-    if sys.platform != "linux":
-        raise BuildUnavailable(f"the C++ extension is built on Linux only (this is {sys.platform})")
-    root, compiler = source_root(), find_compiler()
-    folder = cache_root() / build_key(root, compiler)
-    library = folder / "_C.so"
+    library = folder / f"{recipe.name}.so"
     if library.is_file():
         if note:
             _say(f"{note}using {library} instead; reinstall fused_remat to be rid of this line")
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _sole_builder(folder, note):
+        with _sole_builder(folder, recipe, note):
             if not library.is_file():
-                _build_into(library, root, compiler, note)
+                _build_into(library, recipe, note)
     except OSError as error:
         remedy = "set FUSED_REMAT_CACHE to a writable folder"
         raise BuildUnavailable(f"cannot write to {folder} ({error}); {remedy}") from error
@@ -261,7 +332,7 @@ def first_use_library(note: str = "") -> Path:
 
 
 @contextlib.contextmanager
-def _sole_builder(folder: Path, note: str) -> Iterator[None]:
+def _sole_builder(folder: Path, recipe: Recipe, note: str) -> Iterator[None]:
     """Hold the lock of `folder`; a build that failed while this process waited counts as this process's failure too."""
     from filelock import FileLock, Timeout
 
@@ -270,32 +341,31 @@ def _sole_builder(folder: Path, note: str) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        _say(f"{note}waiting for another process to compile the C++ extension ({folder})")
+        _say(f"{note}waiting for another process to compile {recipe.what} ({folder})")
         lock.acquire()
     try:
         failed = folder / "failed.log"
         if failed.is_file() and failed.stat().st_mtime >= began:
-            raise BuildUnavailable(f"compiling the C++ extension failed in another process; see {failed}")
+            raise BuildUnavailable(f"compiling {recipe.what} failed in another process; see {failed}")
         yield
     finally:
         lock.release()
 
 
-def _build_into(library: Path, root: Path, compiler: Compiler, note: str) -> None:
+def _build_into(library: Path, recipe: Recipe, note: str) -> None:
     import torch
 
     for abandoned in library.parent.glob("build-*"):
         shutil.rmtree(abandoned, ignore_errors=True)
-    count = len(sources(root))
-    minutes = math.ceil(count * _SECONDS_PER_SOURCE / job_count(count) / 60)
+    minutes = math.ceil(recipe.seconds / job_count(len(recipe.steps)) / 60)
     _say(
-        f"{note}compiling the C++ extension for torch {torch.__version__} with {compiler.command[-1]}, once: "
+        f"{note}compiling {recipe.what} for torch {torch.__version__} with {recipe.made_with}, once: "
         f"about {minutes} min, kept in {library.parent}"
     )
     with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent, ignore_cleanup_errors=True) as work:
         built = Path(work) / library.name
         try:
-            compile_library(built, Path(work), root, compiler, quiet=True)
+            compile_library(built, Path(work), recipe, quiet=True)
         except BuildUnavailable as error:
             log = Path(work) / "build.log"
             if not log.is_file():

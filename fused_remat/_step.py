@@ -65,13 +65,22 @@ class Step:
 
 
 @contextmanager
-def left_as_found() -> Iterator[Callable[[], None]]:
+def left_as_found(*, collect: bool = True) -> Iterator[Callable[[], None]]:
     """Sets every `.grad` aside; restores it, the random generators and the cycle collector at the end.
 
     Yields `tidy`, which drops the gradients and the reference cycles of the run before. The collector is off in
     between, since it would free tensors at a moment of its own choosing. The leaves are found among Python's objects
-    and not through the graph, where reentrant checkpointing hides them.
+    and not through the graph, where reentrant checkpointing hides them. Inside of `found_once` all that is done there.
+    `collect`: whether cycles that are garbage already are freed first, which takes tenths of a second; a run that
+    allocates nothing can leave them.
     """
+    if _outer:
+        with torch.random.fork_rng(devices=_cuda_devices()):
+            _outer[-1]()
+            if collect:
+                gc.collect()
+            yield _outer[-1]
+        return
     with torch._C.DisableTorchFunctionSubclass():
         leaves = [t for t in python_tensors() if t.is_leaf and t.requires_grad]
         found = [leaf.grad for leaf in leaves]
@@ -79,14 +88,15 @@ def left_as_found() -> Iterator[Callable[[], None]]:
     def tidy() -> None:
         for leaf in leaves:
             leaf.grad = None
-        gc.collect(1)
+        if collect:
+            gc.collect(1)
 
     collecting = gc.isenabled()
-    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    gc.collect()
+    if collect:
+        gc.collect()
     gc.disable()
     try:
-        with torch.random.fork_rng(devices=cuda):
+        with torch.random.fork_rng(devices=_cuda_devices()):
             tidy()
             yield tidy
     finally:
@@ -96,9 +106,43 @@ def left_as_found() -> Iterator[Callable[[], None]]:
             gc.enable()
 
 
+_outer: list[Callable[[], None]] = []  # `tidy` of what `found_once` is around
+
+
+@contextmanager
+def found_once() -> Iterator[None]:
+    """For many recordings of one model: they share one search for leaves, which looks at every object of the process.
+
+    Gradients stay dropped until the end. So that collecting cycles is cheap in between, the objects of before are left
+    out of it, unless somebody else leaves objects out.
+    """
+    with left_as_found() as tidy:
+        freezes = gc.get_freeze_count() == 0
+        if freezes:
+            gc.freeze()
+        _outer.append(tidy)
+        try:
+            yield
+        finally:
+            _outer.pop()
+            if freezes:
+                gc.unfreeze()
+
+
+def _cuda_devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+
+
 def python_tensors() -> list[Tensor]:
-    """Every tensor that a Python object stands for. `type()`, since `isinstance` would wake lazy module proxies."""
-    return [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+    """Every tensor that a Python object stands for, but for classes with `has_no_values`, whose instances nobody may
+    read. `type()`, since `isinstance` would wake lazy module proxies."""
+    objects = gc.get_objects()
+    kinds = {
+        kind
+        for kind in set(map(type, objects))
+        if issubclass(kind, Tensor) and not getattr(kind, "has_no_values", False)
+    }
+    return [o for o in objects if type(o) in kinds]
 
 
 def warm_up(step: Step, runs: int, tidy: Callable[[], None]) -> None:

@@ -34,6 +34,7 @@ _PRODUCTS: dict[str, tuple[int, int, int | None]] = {
 _CORE = "fused_remat::attention"
 
 _SPAN = "fused_remat.measure/"
+_NODE = "autograd::engine::evaluate_function: "
 
 # Severity above every message of Kineto, which otherwise prints profiler_start / profiler_stop lines to stderr.
 _KINETO_SILENT = "6"
@@ -58,11 +59,28 @@ class Gemm:
 
 
 @dataclass(frozen=True)
+class Node:
+    """The evaluation of one autograd node, the accumulation of its results included.
+
+    `sequence`: the number that autograd gave the node when forward made it; -1 for the nodes that end in a leaf.
+    `depth`: in how many other evaluations it lies (reentrant checkpointing runs a backward in a backward).
+    `replay`: first and last ns of the operators in it that recorded a graph, those of a recomputed forward; or None.
+    """
+
+    first_ns: int
+    last_ns: int
+    sequence: int
+    depth: int
+    replay: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
 class Trace:
     """Everything in time order. `spans`: first and last ns of each `span(name)`; a repeated name keeps the last."""
 
     changes: list[Change] = field(default_factory=list)
     gemms: list[Gemm] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
     spans: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -85,11 +103,54 @@ def record(run: Callable[[], None], device: torch.device) -> Trace:
     with _quiet_kineto(), profile(use_kineto=True, profile_memory=True, record_shapes=True) as profiler:
         run()
     trace = Trace()
-    for event in _walk(profiler.kineto_results.experimental_event_tree()):
+    tree = profiler.kineto_results.experimental_event_tree()
+    for event in _walk(tree):
         _add(trace, event, device)
+    for event in tree:
+        trace.nodes.extend(_nodes(event, depth=0))
     trace.changes.sort(key=lambda change: change.time_ns)
     trace.gemms.sort(key=lambda gemm: gemm.time_ns)
+    trace.nodes.sort(key=lambda node: node.first_ns)
     return trace
+
+
+def _nodes(root: _ProfilerEvent, depth: int) -> Iterator[Node]:
+    """The evaluations of autograd nodes in the tree below `root`."""
+    stack = [(root, depth)]
+    while stack:
+        event, depth = stack.pop()
+        if event.name.startswith(_NODE):
+            replay = list(_replayed(event))
+            yield Node(
+                event.start_time_ns,
+                event.end_time_ns,
+                event.typed[1].sequence_number,
+                depth,
+                (replay[0].start_time_ns, replay[-1].end_time_ns) if replay else None,
+            )
+            depth += 1
+        stack.extend((child, depth) for child in event.children)
+
+
+def _replayed(node: _ProfilerEvent) -> Iterator[_ProfilerEvent]:
+    """The outermost operators in the evaluation of a node, but not of a node inside it, that recorded a graph."""
+    for child in _operators(node):
+        own = child.name == node.name.removeprefix(_NODE)
+        if own:
+            yield from _replayed(child) if child.children else ()
+        elif not child.name.startswith(_NODE) and child.typed[1].sequence_number >= 0:
+            yield child
+
+
+def _operators(event: _ProfilerEvent) -> Iterator[_ProfilerEvent]:
+    """The operators right below `event`, through what is no operator (spans, calls of Python functions)."""
+    stack = list(reversed(event.children))
+    while stack:
+        child = stack.pop()
+        if child.typed[0] == _EventType.TorchOp and not child.name.startswith(_SPAN):
+            yield child
+        else:
+            stack.extend(reversed(child.children))
 
 
 def _add(trace: Trace, event: _ProfilerEvent, device: torch.device) -> None:

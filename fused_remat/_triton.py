@@ -43,6 +43,11 @@ def why_not(device: str, dtype: torch.dtype, arch: int | None) -> tuple[str, ...
     return tuple(kernels.why_not(device, dtype, arch))
 
 
+def allows_tf32() -> bool:
+    """Whether the user lets float32 products be rounded to TF32, by either of torch's switches."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def interpreter_wanted() -> bool:
     """Whether the environment asks Triton to run its kernels on CPU tensors, by the words that Triton knows."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")

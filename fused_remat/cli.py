@@ -27,7 +27,12 @@ def build_app() -> Any:
 
     import fused_remat
     from fused_remat.check.command import check
+    from fused_remat.commands.audit import audit
+    from fused_remat.commands.batch import batch
+    from fused_remat.commands.plan import explain, plan
+    from fused_remat.commands.profile import profile
     from fused_remat.compare.command import compare
+    from fused_remat.demo.command import demo
     from fused_remat.doctor import report
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
@@ -43,17 +48,18 @@ def build_app() -> Any:
             bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
         ] = False,
     ) -> None:
-        """Transformer layers that rebuild dropped activations inside backward: diagnose, check and compare."""
+        """Transformer layers that rebuild dropped activations inside backward: profile, plan, check and compare."""
 
     @app.command()
     def doctor(
         as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+        build: Annotated[bool, typer.Option("--build", help="Compile the CUDA extension without a GPU too.")] = False,
     ) -> None:
         """Say what is installed and built, and which backend would run on this machine and why not the others."""
-        report(as_json=as_json)
+        report(as_json=as_json, build=build)
 
-    app.command()(check)
-    app.command()(compare)
+    for command in (profile, plan, explain, batch, audit, check, compare, demo):
+        app.command()(command)
     return app
 
 

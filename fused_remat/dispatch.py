@@ -1,8 +1,8 @@
 """Which implementer runs a call, and why the others do not: one table.
 
 A backend is a name. Named by the user (`with fused_remat.backend(name):`) it is honoured or refused with its reasons;
-otherwise the first in `BACKENDS` with nothing against it runs. The name is chosen in forward and used again in
-backward.
+otherwise the first with nothing against it runs, in the order of `BACKENDS` but for the calls that `_prefers_cuda`
+names. The name is chosen in forward and used again in backward.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fused_remat import _triton, ops
+from fused_remat import _cuda, _triton, mlp_routes, ops
 from fused_remat._override import Override
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-_named = Override()
+in_context = Override()
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class Call:
     activation: str | None = None  # None: the op has none
     arch: int | None = None  # of a CUDA device: `_triton.arch_of`
     width: int | None = None  # of the widest head, where there are heads
+    features: tuple[int, int, int] | None = None  # of an MLP: D, D_out and F
+    # Of an MLP on the backend "cuda", what else speaks against one kernel a pass and the two epilogues of stage 1.
+    against_one_kernel: str | None = None
+    against_library: str | None = None
+    against_gemm: str | None = None
     reference_only: str | None = None
 
 
@@ -57,7 +62,7 @@ def _why_not_triton(call: Call) -> list[str]:
 
 
 def _why_not_cuda(call: Call) -> list[str]:
-    return [f"{call.op} has no CUDA C++ kernels in this version"]
+    return [*_cuda.why_not(call.op, call.device, call.arch), *_why_not_compiled(call)]
 
 
 def _why_not_cpp(call: Call) -> list[str]:
@@ -75,6 +80,30 @@ BACKENDS: dict[str, Callable[[Call], list[str]]] = {
 }
 
 
+def _prefers_cuda(call: Call) -> bool:
+    """Whether the CUDA C++ kernels can run a call and come before Triton's. From models and compiled code: no GPU has
+    timed it yet.
+
+    - Wide MLPs whose stage 1 is a product of a library with an epilogue: these lose 1 to 3% to their extra traffic and
+      win more by larger tiles. Below D = 2048 the traffic is 5% and more, and one tile of Triton's does without.
+      Without an epilogue (`mlp_routes` says where) the traffic is more again, and Triton's kernels win anywhere.
+    - Narrow MLPs in half precision that one kernel makes a pass of, where Triton's streaming launches several per tile.
+    - float64, and float32 without TF32: for these Triton multiplies without tensor cores, in small tiles.
+    """
+    if call.device != "cuda" or call.features is None:
+        return False
+    wide = max(call.features[:2]) >= _cuda.WIDE
+    always = _is_one_kernel(call) or _cuda.library_products(call.dtype)
+    # Only a library that is there can say which epilogues it has.
+    return (wide or always) and not _why_not_cuda(call) and (always or mlp_routes.has_epilogue(call))
+
+
+def _is_one_kernel(call: Call) -> bool:
+    d_in, d_out, hidden = call.features
+    narrow = max(d_in, d_out) <= _cuda.NARROW and hidden <= _cuda.FEW_FEATURES and call.dtype.itemsize == 2
+    return narrow and call.against_one_kernel is None
+
+
 def _check_name(name: str) -> str:
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {name!r}")
@@ -86,20 +115,35 @@ def why_not(backend: str, call: Call) -> list[str]:
     return BACKENDS[_check_name(backend)](call)
 
 
-def _by_themselves(call: Call) -> Iterator[str]:
-    """The backends that may be chosen without being named: an interpreter is for proving kernels, not for work."""
-    return (name for name in BACKENDS if not (name == "triton" and call.device == "cpu"))
+def _choose(call: Call) -> str:
+    """The backend that runs a call for which none was named.
+
+    The CUDA C++ kernels are compiled only for a GPU that Triton cannot use. Where they are merely preferred, that would
+    take more minutes than they save: they run if they are there.
+    """
+    if _prefers_cuda(call):
+        return "cuda"
+    # On a CPU, GPU kernels run to be proved, not to do work.
+    names = [name for name in BACKENDS if call.device != "cpu" or name not in ("triton", "cuda")]
+    for name in names:
+        if name == "cuda" and not _why_not_compiled(call):
+            _cuda.load(call.device, call.arch)
+        if not BACKENDS[name](call):
+            break
+    return name
 
 
 def resolve(call: Call) -> str:
-    """The backend that runs `call`.
+    """The backend that runs `call`. The first call may compile kernels.
 
     Raises:
         RuntimeError: a backend was named and cannot run this call; the message lists its reasons.
     """
-    named = _named.value
+    named = in_context.value
     if named is None:
-        return next(name for name in _by_themselves(call) if not BACKENDS[name](call))
+        return _choose(call)
+    if named == "cuda":
+        _cuda.load(call.device, call.arch)
     reasons = BACKENDS[named](call)
     if reasons:
         raise RuntimeError(
@@ -116,5 +160,5 @@ def backend(name: str) -> Iterator[None]:
     `name`: "triton", "cuda", "cpp", "aten" (composed from ATen, any device) or "reference" (plain torch, saves no
     memory). Raises ValueError for another name.
     """
-    with _named.during(_check_name(name)):
+    with in_context.during(_check_name(name)):
         yield

@@ -10,11 +10,13 @@ compilation is the exception: torch.compile does not see those in stock code eit
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as _registry
 
@@ -38,6 +40,19 @@ _LINEAR_FORWARD = nn.Linear.forward
 def class_name(cls: type) -> str:
     """`cls` as a person would import it: with its module, except for torch's own layers."""
     return f"nn.{cls.__name__}" if getattr(nn, cls.__name__, None) is cls else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def held(module: nn.Module | None, name: str, default: Any = None) -> Any:
+    """The tensor `name` that `module` holds as a parameter, a buffer or an attribute; else `default`.
+
+    Runs nothing. What a parametrization (or a property) makes anew whenever it is read is not held: reading it may
+    change the model, as that of `spectral_norm` does with its buffers.
+    """
+    if module is not None:
+        for holder in (module._parameters, module._buffers, module.__dict__):
+            if name in holder:
+                return holder[name]
+    return default
 
 
 def why_not_plain(module: nn.Module, cls: type[nn.Module]) -> str | None:
@@ -108,6 +123,16 @@ def why_watched() -> str | None:
 def is_plain_input(x: Tensor) -> bool:
     """Whether `x` is a tensor without a meaning of its own (not a DTensor, a nested tensor, a tracing proxy ...)."""
     return type(x) in PLAIN_TENSOR_TYPES and not x.is_nested
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there is something to read in `tensor`: it is neither on the meta device nor fake."""
+    return not tensor.is_meta and not isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+def without_fake_mode() -> contextlib.AbstractContextManager[object]:
+    """Tensors made meanwhile are real, also where a fake mode is on."""
+    return unset_fake_temporarily()
 
 
 def is_dtensor(tensor: object) -> bool:

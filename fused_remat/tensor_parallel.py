@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.plain import is_dtensor, is_plain_input
+from fused_remat.plain import held, is_dtensor, is_plain_input
 
 _LINEAR_FORWARD = nn.Linear.forward
 
@@ -36,7 +36,7 @@ class Split:
 
 def is_split(linears: Sequence[nn.Module]) -> bool:
     """Whether some of `linears` hold DTensors."""
-    return any(is_dtensor(getattr(linear, "weight", None)) for linear in linears)
+    return any(is_dtensor(held(linear, "weight")) for linear in linears)
 
 
 def why_not_split(ins: Sequence[nn.Module], out: nn.Module) -> str | None:

@@ -25,6 +25,13 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     torch.set_num_threads(max(1, torch.get_num_threads() // int(workers)))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test of these folders compiles kernels for all of them, in minutes; the others wait for it."""
+    for item in items:
+        if item.path.parent.name in ("cuda", "simt") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(2400))
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

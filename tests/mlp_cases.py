@@ -18,7 +18,7 @@ BACKENDS = ("cpp", "aten")
 # Backend -> its reason against a call on the CPU, a pattern for the op's name.
 REFUSED_ON_A_CPU = {
     "triton": "the tensors are on cpu, where only Triton's interpreter runs its kernels",
-    "cuda": "{op} has no CUDA C[+][+] kernels in this version",
+    "cuda": "the tensors are on cpu, the CUDA C[+][+] kernels run on cuda",
 }
 
 
@@ -44,7 +44,7 @@ def operands(
             shapes["b_gate"] = (hidden,)
     made = {}
     for name, shape in shapes.items():
-        scale = shape[-1] ** -0.5 if name.startswith("w_") else 1.0
+        scale = max(shape[-1], 1) ** -0.5 if name.startswith("w_") else 1.0
         made[name] = (torch.randn(shape, dtype=torch.float64) * scale).to(dtype).requires_grad_(requires_grad)
     return made
 
@@ -67,21 +67,26 @@ def output_mask(*operands: bool) -> list[bool]:
     return [*operands, *[False] * (15 - len(operands))]
 
 
-def plan(given: dict, workspace: int, backend: str, *, backward: bool = True, dropout: bool = False):
+def plan(
+    given: dict, workspace: int, backend: str, *, backward: bool = True, dropout: bool = False, activation: str = "gelu"
+):
     """(axis, rows, features, bytes) of the tiles; axis is "features" or "tokens"."""
     x, w_up, w_down = given["x"], given["w_up"], given["w_down"]
     axis, rows, features, nbytes = torch.ops.fused_remat.mlp_plan(
         x.numel() // x.shape[-1], w_up.shape[1], w_down.shape[0], w_up.shape[0], "w_gate" in given, backward, dropout,
-        x.dtype, w_up.dtype, x.dtype, workspace, backend, "cpu", False,
+        x.dtype, w_up.dtype, x.dtype, workspace, backend, x.device.type, False,
         [given[name].a.shape[0] if name in given else 0 for name in ADAPTERS],
+        activation,
     )  # fmt: skip
     return ("features" if axis else "tokens"), rows, features, nbytes
 
 
-def workspace_for(given: dict[str, Tensor], width: int, backend: str, *, dropout: bool = False) -> int:
+def workspace_for(
+    given: dict[str, Tensor], width: int, backend: str, *, dropout: bool = False, activation: str = "gelu"
+) -> int:
     """The smallest budget whose backward chunks are `width` tokens or features wide, whichever axis is cut."""
     for budget in range(1024, 2**20, 8):
-        axis, rows, features, nbytes = plan(given, budget, backend, dropout=dropout)
+        axis, rows, features, nbytes = plan(given, budget, backend, dropout=dropout, activation=activation)
         if nbytes <= budget and (features if axis == "features" else rows) == width:
             return budget
     raise AssertionError(f"no budget gives chunks of {width}")

@@ -16,10 +16,15 @@ Calls = list[tuple[str, tuple]]  # op, arguments
 
 
 def registered() -> set[str]:
-    """Every op of the library, whoever implements it."""
+    """Every op of the library that makes tensors, whoever implements it; not those that tell a plan or a route."""
     prefix = "fused_remat::"
     names = {name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)}
-    return {name for name in names if not name.endswith("_spy")}
+    return {name for name in names if not name.endswith("_spy") and _makes_tensors(name)}
+
+
+def _makes_tensors(name: str) -> bool:
+    returns = getattr(torch.ops.fused_remat, name).default._schema.returns
+    return not returns or any("Tensor" in str(result.type) for result in returns)
 
 
 def snapshot(arguments):

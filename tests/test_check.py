@@ -11,9 +11,10 @@ import spy
 import torch
 from mlp_cases import needs_extension
 
-from fused_remat import cli, dispatch
+from fused_remat import cli, dispatch, reference
 from fused_remat.check import run as check
-from fused_remat.check.cases import CASES, SMALL
+from fused_remat.check.cases import CASES, LARGE, SMALL
+from fused_remat.check.rounded import rounded_delta
 
 pytestmark = [pytest.mark.skipif(needs_extension is not None, reason=str(needs_extension))]
 pytest.importorskip("typer")
@@ -63,7 +64,7 @@ def test_table_names_checks_backends_and_who_cannot_run(run_command, monkeypatch
     monkeypatch.setattr("fused_remat.check.command.run", lambda where, backend: check.run(where, backend, few))
     result = run_command("--device", "cpu")
     assert result.exit_code == 0, result.output
-    for text in ("gradcheck", "float32", "bfloat16", "cpp", "aten", "reference", "full", "not run on cuda: mlp has no"):
+    for text in ("gradcheck", "float32", "bfloat16", "cpp", "aten", "reference", "full", "not run on cuda: the"):
         assert text in result.stdout
     assert "FAIL" not in result.stdout
     assert "checks in" in result.stdout and ", 0 failed" in result.stdout
@@ -98,7 +99,7 @@ def test_triton_kernels_pass_in_the_interpreter(op, name):
         ("mlp", "gelu", "mlp_fwd_chunk", lambda a: a[13].mul_(1.001), "output 0"),
         ("mlp", "gated silu", "mlp_bwd_chunk", lambda a: a[17].mul_(1.001), "dw_gate"),
         ("attention", "full", "attention_fwd", lambda a: a[16].add_(1e-3), "output 1"),
-        ("attention", "causal, dropout", "attention_bwd", lambda a: a[22].mul_(1.001), "dk"),
+        ("attention", "causal, dropout", "attention_bwd", lambda a: a[23].mul_(1.001), "dk"),
         ("multi_head_attention", "weights per head", "attention_weights", lambda a: a[-1].mul_(1.001), "output 1"),
     ],
 )  # fmt: skip
@@ -143,13 +144,83 @@ def test_every_case_has_gradients_well_above_what_is_allowed(case):
     assert all(truth.norm() > 1e-2 for truth in judge._truth.values())
 
 
+# What attention in half precision is allowed
+
+
+ROTARY = case_of("multi_head_attention", "rotary, q and k norms")
+
+
+def test_rounded_delta_is_softmaxs_backward_with_the_rounded_out():
+    random = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 9, 8, generator=random).bfloat16() for _ in range(4))
+    q = 3 * q  # rows of P that are nearly one-hot
+
+    def gradients():
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out, lse, _ = reference.attention(*leaves, causal="top_left")
+        return out, lse, torch.autograd.grad((out, lse), leaves, (dout, torch.ones_like(lse)))
+
+    *exact, right = gradients()
+    with rounded_delta():
+        *rounded, got = gradients()
+    assert all(map(torch.equal, exact, rounded))
+    wide_q, wide_k, wide_v, wide_dout = (t.float() for t in (q, k, v, dout))
+    p = (wide_q @ wide_k.mT * 8**-0.5).masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    delta = (wide_dout * rounded[0].float()).sum(-1, keepdim=True)
+    ds = p * (wide_dout @ wide_v.mT - delta + 1.0) * 8**-0.5
+    for ours, known, plain in zip(got, (ds @ wide_k, ds.mT @ wide_q, p.mT @ wide_dout), right, strict=True):
+        torch.testing.assert_close(ours, known.bfloat16(), rtol=2**-7, atol=1e-5)
+        assert torch.equal(ours, plain) == (plain is right[2])  # dv knows no delta
+
+
+def test_rounded_delta_ends_with_its_block():
+    law = reference.attention
+    with pytest.raises(KeyError), rounded_delta():
+        assert reference.attention is not law
+        raise KeyError
+    assert reference.attention is law
+
+
+def test_normalised_heads_pass_at_the_size_of_a_gpu():
+    """Their gradients lose most by the rounding of out, which the reference does not round."""
+    judge = check.Judge(ROTARY, "cpu", torch.bfloat16, LARGE)
+    assert judge(ROTARY, "cpp", "cpu") is None
+    law = judge._errors(judge._results(judge._tensors, "reference"))
+    ours = judge._errors(judge._results(judge._tensors, "cpp"))
+    assert ours["dk_norm"] > 3 * law["dk_norm"]
+
+
+class Worse(check.Judge):
+    """Backend "worse" has `factor` times the error that torch's fused attention has."""
+
+    factor = 1.0
+
+    def _results(self, tensors, backend):
+        if backend != "worse":
+            return super()._results(tensors, backend)
+        with rounded_delta():
+            plain = super()._results(tensors, "reference")
+        return {name: true + self.factor * (plain[name] - true) for name, true in self._truth.items()}
+
+
+def test_more_than_twice_the_error_of_torchs_fused_attention_fails():
+    judge = Worse(ROTARY, "cpu", torch.bfloat16, LARGE)
+    assert judge(ROTARY, "worse", "cpu") is None
+    judge.factor = 2.5
+    wrong = judge(ROTARY, "worse", "cpu")
+    assert "the error of dk_norm is " in wrong and "the error of dq_norm is " in wrong
+
+
 # Arguments
 
 
 def test_a_named_backend_that_cannot_run_gives_its_reasons(run_command):
     result = run_command("--device", "cpu", "--backend", "cuda")
     assert result.exit_code == 1
-    assert "Error: backend 'cuda' cannot run on cpu: mlp has no CUDA C++ kernels in this version" in result.stderr
+    assert (
+        "Error: backend 'cuda' cannot run on cpu: the tensors are on cpu, the CUDA C++ kernels run on cuda"
+        in result.stderr
+    )
     assert result.stdout == ""
 
 

@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import mlp_cases as cases
 import pytest
 import torch
 
 import fused_remat
-from fused_remat import _extension, budget, cli, doctor, ops
+from fused_remat import _build, _build_cuda, _cuda, _cuda_toolkit, _extension, _triton, budget, cli, doctor, ops
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,8 +48,31 @@ def test_doctor_names_the_backend_of_an_mlp_call_and_why_not_the_others(facts):
         choice = facts["mlp"][call]
         assert choice["backend"] == ("cpp" if loaded else "reference")
         assert "aten" in choice["why_not"] or loaded
-        assert "mlp has no CUDA C++ kernels in this version" in choice["why_not"]["cuda"]
+        assert "the tensors are on cpu, the CUDA C++ kernels run on cuda" in choice["why_not"]["cuda"]
         assert line(facts, f"mlp {call}").startswith(f"{choice['backend']} (not ")
+
+
+@pytest.mark.skipif(cases.needs_extension is not None, reason=str(cases.needs_extension))
+def test_doctor_names_the_backend_of_an_mlp_by_its_width(monkeypatch):
+    """On a GPU whose Triton works and whose CUDA library has every GEMM."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(doctor, "_gpus", lambda: (["NVIDIA H200 (compute capability 9.0, 143771 MiB, driver 1)"], None))
+    monkeypatch.setattr(doctor, "_loaded_cuda_extension", lambda build: {"loaded": False, "reason": "not asked"})
+    monkeypatch.setattr(_extension, "load_cuda", lambda *, build=True: None)
+    monkeypatch.setattr(_triton, "why_not", lambda device, dtype, arch: () if device == "cuda" else ("no",))
+    for name, told in {"_targets": "9.0a", "_missing": [], "_gemm_kinds": ("sm90a",)}.items():
+        monkeypatch.setattr(_cuda, name, lambda *arguments, told=told: told)
+    facts = doctor.examine()
+    chosen = {call: choice["backend"] for call, choice in facts["mlp"].items() if call.startswith("bf16 on cuda")}
+    assert chosen == {
+        "bf16 on cuda, D = 64": "cuda", "bf16 on cuda, D = 64 behind a norm": "triton",
+        "bf16 on cuda, D = 768": "triton", "bf16 on cuda, D = 4096": "cuda",
+        "bf16 on cuda, D = 4096, gelu_tanh": "cuda", "bf16 on cuda, D = 4096, gated": "cuda",
+    }  # fmt: skip
+    assert line(facts, "mlp bf16 on cuda, D = 768").startswith("triton (not cpp: the tensors are on cuda")
+    assert facts["attention"]["bf16 on cuda"]["backend"] == "triton"
+    monkeypatch.setattr(_cuda, "_gemm_kinds", lambda: ())
+    assert doctor.examine()["mlp"]["bf16 on cuda, D = 4096"]["backend"] == "triton"
 
 
 def test_doctor_as_json_needs_no_optional_package(facts):
@@ -84,6 +109,42 @@ def test_doctor_says_in_words_what_is_wrong(monkeypatch, tmp_path):
     assert "not cpp, aten: the compiled extension is not available: no compiler" in line(facts, "mlp fp32 on cpu")
 
 
+def test_doctor_tells_what_the_cuda_extension_lacks(monkeypatch):
+    def no_toolkit():
+        raise _build.BuildUnavailable("no nvcc found")
+
+    monkeypatch.setattr(_cuda_toolkit, "find_toolkit", no_toolkit)
+    monkeypatch.setattr(_cuda_toolkit, "find_cutlass", lambda: _cuda_toolkit.Cutlass(None, "no headers"))
+    monkeypatch.setattr(_extension, "load_cuda", lambda *, build: f"no nvcc found, build={build}")
+    monkeypatch.setattr(_extension, "status", lambda: _extension.Status(cuda=_extension.Status()))
+    monkeypatch.setattr(doctor, "_gpus", lambda: ([], "none"))
+    for build in (False, True):
+        facts = doctor.examine(build=build)
+        assert line(facts, "nvcc") == "none: no nvcc found"
+        assert line(facts, "CUTLASS") == "none: no headers"
+        assert line(facts, "CUDA extension") == f"not available: no nvcc found, build={build}"
+
+
+def test_doctor_tells_what_cuda_kernels_were_compiled_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(_cuda_toolkit, "find_cutlass", lambda: _cuda_toolkit.Cutlass(tmp_path))
+    monkeypatch.setattr(_build_cuda, "cutlass_kinds", lambda *arguments: {"sm80": None, "sm90a": "no 9.0a"})
+    monkeypatch.setattr(
+        _cuda_toolkit, "find_toolkit", lambda: SimpleNamespace(nvcc="nvcc", version="13.0", architectures=lambda: [8.0])
+    )
+    (tmp_path / "cutlass").mkdir()
+    (tmp_path / "cutlass" / "version.h").write_text("#define CUTLASS_MAJOR 4\n")
+    facts = doctor._cuda_compiler()
+    assert (facts["nvcc"], facts["nvcc_error"]) == ("nvcc: CUDA 13.0, for 8.0", None)
+    assert (facts["cutlass"], facts["cutlass_error"]) == (f"4.?.?: {tmp_path}; no 9.0a", None)
+    loaded = {"loaded": True, "origin": "ahead-of-time", "path": "/a.so", "built_for_torch": "2.14", "reason": None}
+    assert doctor._describe_cuda_extension(
+        {**loaded, "nvcc": "13.0", "architectures": "8.0;9.0a", "cutlass": ["sm80"]}
+    ) == (
+        "loaded, ahead-of-time, built for torch 2.14: /a.so; made with nvcc 13.0 for 8.0;9.0a, "
+        "with GEMMs of CUTLASS for sm80"
+    )
+
+
 def test_doctor_reads_the_gpus_from_the_driver(monkeypatch, tmp_path):
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA H200, 9.0, 143771 MiB, 580.65.06'\n")
@@ -97,7 +158,7 @@ def test_doctor_reads_the_gpus_from_the_driver(monkeypatch, tmp_path):
 
 
 def test_doctor_refuses_other_arguments():
-    with pytest.raises(SystemExit, match=r"usage: python -m fused_remat\.doctor"):
+    with pytest.raises(SystemExit, match=r"usage: python -m fused_remat\.doctor \[--json\] \[--build\]"):
         doctor._main(["--yaml"])
 
 

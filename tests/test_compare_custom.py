@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 from fused_remat import _extension
 from fused_remat.compare.blocks import repeated_blocks
 from fused_remat.compare.command import compare
-from fused_remat.compare.custom import custom_workload, find_loss
+from fused_remat.compare.custom import custom_workload
 from fused_remat.compare.factory import BadOption, importable_from_here
 from fused_remat.compare.inputs import draw, from_shapes
 from fused_remat.compare.run import compare_model, work_units
 from fused_remat.compare.variants import CHECKPOINT, FUSED, STOCK
+from fused_remat.training_step import find_loss
 
 pytest.importorskip("matplotlib")
 

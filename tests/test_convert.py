@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from convert_cases import Gated, Plain, assert_same, fused_calls, kept_shapes, net, randomize, sequential, step, twins
 from torch import nn
 
+import fused_remat
 from fused_remat import ops
+from fused_remat._profiled import HINT
 from fused_remat.convert import convert, revert
 from fused_remat.nn import MLP
 
@@ -290,7 +292,7 @@ def test_keep_is_cut_to_what_the_layer_has():
     assert convert(model, keep=0.25).converted[0].became == "mlp, gelu, keep=0.25"
 
 
-def test_report_prints_with_and_without_rich_and_dumps(monkeypatch):
+def test_report_prints_the_same_without_rich_and_dumps(monkeypatch):
     model = net()
     model.a.act = nn.Mish()
     report = convert(model)
@@ -302,13 +304,12 @@ def test_report_prints_with_and_without_rich_and_dumps(monkeypatch):
         "note": "",
         "reason": report.skipped[0].reason,
     }
-    tables = [str(report)]
-    monkeypatch.setitem(sys.modules, "rich.table", None)
-    tables.append(str(report))
-    assert tables[0] != tables[1]
-    for text in tables:
-        assert text.startswith("2 converted, 1 left alone\n")
-        assert all(word in text for word in ("Gated", "gated mlp, silu, keep=()", "nn.Mish", "left alone because"))
+    text = str(report)
+    assert text.startswith("2 converted, 1 left alone\n")
+    assert all(word in text for word in ("Gated", "gated mlp, silu, keep=()", "nn.Mish", "left alone because"))
+    assert all(len(line) <= 140 and "rich" not in line for line in text.splitlines())
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert str(report) == text
     assert str(convert(nn.Linear(2, 2))) == "0 converted, 0 left alone"
 
 
@@ -330,3 +331,25 @@ def test_tied_modules_are_converted_once_and_stay_tied():
     assert convert(model).converted == []
     assert [entry.name for entry in convert(copy.deepcopy(stock), include="again").converted] == ["a"]
     assert convert(copy.deepcopy(stock), include=["a", "again"], exclude="again").converted == []
+
+
+def test_a_model_that_nobody_profiled_gets_a_hint(recwarn):
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), nn.Linear(8, 8))
+
+    for options in ({}, {"policy": "full"}, {"dry_run": True}):
+        report = convert(model(), **options)
+        assert report.notes == [HINT] and str(report).splitlines()[-1] == HINT and report.to_dict()["notes"] == [HINT]
+    other = nn.Sequential(nn.Linear(8, 8))
+    assert not convert(other).notes  # nothing was converted
+    for look in (fused_remat.profile, lambda *a, **k: fused_remat.plan(*a, budget="min", **k)):
+        known = model()
+        look(known, torch.ones(2, 8), fake=True)
+        for options in ({}, {"policy": "full"}):
+            report = convert(known, **options)
+            assert report.converted and not report.notes
+            report.revert()
+        assert convert(copy.deepcopy(known)).notes == [HINT]
+    found = fused_remat.plan(model(), torch.ones(2, 8), budget="min", fake=True)
+    assert not convert(model(), policy=found).notes  # the plan comes of a look at such a model
+    assert not recwarn.list

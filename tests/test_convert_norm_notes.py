@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
 from convert_cases import assert_same, fused_attentions, randomize, step, twins
 from torch import nn
 
-from fused_remat.convert import convert
+from fused_remat.audit import auditing
+from fused_remat.convert import convert, revert
 from fused_remat.convert.norm_examine import examine_norm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -168,3 +171,61 @@ def test_a_setting_of_a_norm_that_changes_later_is_followed():
     for changed in (model, stock):
         changed.norm.twice = True
     assert_same(step(model, *tensors(1)), step(stock, *tensors(1)), 1e-9)
+
+
+class Inside(nn.Module):
+    """Residual blocks whose norm is in one nn.Sequential with the linears."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        parts = (nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        self.blocks = nn.ModuleList(nn.Sequential(make(), *copy.deepcopy(parts)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("policy", [None, "full", "selective"])
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(8), lambda: nn.RMSNorm(8, eps=1e-5)], ids=["layer", "rms"])
+def test_a_norm_that_the_fused_layer_runs_itself_is_applied_by_its_call(make, policy):
+    model, stock = twins(randomize(Inside(make).double()))
+    report = convert(model, **({} if policy is None else {"policy": policy}))
+    assert [entry.name for entry in report.converted] == ["blocks.0", "blocks.0.0", "blocks.1", "blocks.1.0"]
+    x = tensors(1)[0]
+    assert_same(step(model, x), step(stock, x), 1e-10)
+    with auditing(model) as found:
+        model(x).square().mean().backward()
+    kept = x.nbytes + (policy == "selective") * 4 * x.nbytes
+    assert [row.observed_bytes for row in found.rows] == [kept, 0] * 2
+    assert found.ok and not found.warnings
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), stock(x))
+    revert(model)
+    assert type(model.blocks[0][0]) is type(make())
+
+
+def test_what_else_a_fused_layer_runs_first_is_left_as_it_is():
+    """Only what is handed to the linears is applied by their call: not a norm before something else, nor one after."""
+    linears = (nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    for parts in ((nn.LayerNorm(8), nn.Dropout(0.0), *linears), (*linears, nn.LayerNorm(8))):
+        model, stock = twins(randomize(nn.Sequential(nn.Identity(), nn.Sequential(*parts)).double()))
+        report = convert(model)
+        assert [entry.name for entry in report.converted] == ["1"]
+        x = tensors(1)[0]
+        assert_same(step(model, x), step(stock, x), 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_hooks_on_a_norm_inside_are_heard(kind):
+    model, stock = twins(randomize(Inside(lambda: nn.LayerNorm(8)).double()))
+    convert(model)
+    for one in (stock, model):
+        norm = one.blocks[1][0]
+        if kind == "forward":
+            norm.register_forward_hook(lambda module, args, result: result * 2)
+        else:
+            norm.register_full_backward_hook(lambda module, ingoing, outgoing: (ingoing[0] * 3,))
+    x = tensors(1)[0]
+    assert_same(step(model, x), step(stock, x), 1e-10)

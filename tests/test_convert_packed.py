@@ -125,7 +125,8 @@ def test_equal_to_stock(case, dtype, tolerance):
     model, stock = twins(case[0].to(dtype))
     keys = list(model.state_dict())
     report = convert(model, strict=True)
-    assert [entry.became for entry in report.converted] == [f"gated mlp, {case[1]}, keep=()"]
+    became = [entry.became for entry in report.converted if "norm, applied" not in entry.became]
+    assert became == [f"gated mlp, {case[1]}, keep=()"]
     x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(4)).to(dtype)
     for mode in (True, False):
         with fused_calls() as calls:
@@ -134,7 +135,8 @@ def test_equal_to_stock(case, dtype, tolerance):
         assert_same(actual, step(stock.train(mode), x), tolerance)
     assert list(model.state_dict()) == keys
     stock.load_state_dict(model.state_dict(), strict=True)
-    assert revert(model) == [""] and type(model) is type(stock)
+    reverted = [path for path in revert(model) if not isinstance(model.get_submodule(path), nn.LayerNorm)]
+    assert reverted == [""] and type(model) is type(stock)
 
 
 def test_only_the_input_is_kept(case):

@@ -161,6 +161,38 @@ def test_rows_hold_times_bytes_floor_and_reasons(timing):
         assert "compile" not in row["providers"] and "compile" not in row["not_run"]
 
 
+@needs_library
+def test_each_backend_of_a_gpu_is_timed_or_says_why_not(timing, monkeypatch):
+    monkeypatch.setattr(gpu_timing, "GPU_BACKENDS", ("cpp", "aten", "cuda"))
+    for row in timing("mlp"):
+        ours, named = row["providers"][OURS], [row["providers"][f"{OURS}-{name}"] for name in ("cpp", "aten")]
+        assert all(own["gemm_flop"] == ours["gemm_flop"] and own["ms"][0] > 0 for own in named)
+        assert "backend 'cuda' was named but cannot run mlp: the tensors are on cpu" in row["not_run"][f"{OURS}-cuda"]
+
+
+@needs_library
+def test_a_named_backend_is_timed_alone(timing):
+    for row in timing("mlp", "--backend", "aten"):
+        assert OURS in row["providers"]
+        assert not any(name.startswith(f"{OURS}-") and name.endswith(("triton", "cuda")) for name in row["not_run"])
+
+
+def test_the_table_has_a_column_for_each_backend_of_a_gpu():
+    timed = {"ms": [2.0, 1.0, 3.0], "kept_mib": 1.0, "backward_peak_mib": 1.0, "time_to_eager": 1.5}
+    providers = {EAGER: timed, OURS: timed, f"{OURS}-cuda": {**timed, "ms": [7.0, 1.0, 8.0]}}
+    (line,) = gpu_check._lines([{"case": "one", "providers": providers, "floor_h200_ms_modelled": 0.5}])
+    assert len(line) == len(gpu_check._HEADERS)
+    shown = {" ".join(header): cell for header, cell in zip(gpu_check._HEADERS, line, strict=True)}
+    assert (shown["ours ms"], shown["triton ms"], shown["cuda ms"]) == ("2.00", "", "7.00")
+
+
+def test_a_build_without_cuda_kernels_says_why(check, monkeypatch):
+    cuda = {"loaded": False, "why_not": "nvcc is missing"}
+    monkeypatch.setattr(gpu_parts, "build", lambda settings, seconds: {"status": "done", "cuda": cuda})
+    status, _, printed = check("--part", "build")
+    assert status == 0 and "build: done\n  CUDA C++ kernels: nvcc is missing" in printed
+
+
 def test_a_wrong_provider_has_a_reason_and_no_time(timing, monkeypatch):
     def wrong(case, leaves):
         return lambda: reference.mlp(**leaves, activation="relu")

@@ -120,3 +120,15 @@ except RuntimeError as error:
     (message,) = stdout
     assert "backend 'triton' was named but cannot run mlp" in message
     assert "triton is not installed" in message or "importing Triton fails" in message
+
+
+def test_names_that_a_function_hides_in_its_package_are_at_the_top():
+    """`fused_remat.plan` and `fused_remat.profile` are functions, so that their packages' names need a place."""
+    packages = {"profile": ["Axis"], "plan": ["Plan", "InfeasibleBudget"], "guards": ["RematWarning", "as_region"]}
+    for package, names in packages.items():
+        for name in names:
+            assert getattr(fused_remat, name) is getattr(sys.modules[f"fused_remat.{package}"], name)
+            assert name in fused_remat.__all__
+    assert len(set(fused_remat.__all__)) == len(fused_remat.__all__) and all(
+        map(fused_remat.__dict__.get, fused_remat.__all__)
+    )

@@ -89,8 +89,9 @@ def test_isolated_install_is_pure_python_with_every_source(isolated):
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found if path.is_file()}
 
     package = site / "fused_remat"
-    assert files(package / "csrc", "*") == files(REPOSITORY / "csrc", "*.cpp", "*.h")
-    assert files(package, "*.py") == files(REPOSITORY / "fused_remat", "*.py")
+    assert files(package / "csrc", "*") == files(REPOSITORY / "csrc", "*.cpp", "*.h", "*.cu", "*.cuh")
+    beside_csrc = ("*.py", "*.json", "*.html")
+    assert files(package, *beside_csrc) == files(REPOSITORY / "fused_remat", *beside_csrc)
 
 
 def test_metadata(isolated):

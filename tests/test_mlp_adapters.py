@@ -73,6 +73,7 @@ def test_gradcheck_in_forced_tiles(gated, adapted, axis, backend):
     assert gradgradcheck(function, chosen, fast_mode=True)
 
 
+@pytest.mark.once
 @BACKEND
 @pytest.mark.parametrize("axis", AXES)
 @SUBSET

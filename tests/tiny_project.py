@@ -43,6 +43,7 @@ import os
 from types import SimpleNamespace
 
 __version__ = os.environ["STAND_IN_TORCH_VERSION"]
+version = SimpleNamespace(cuda=os.environ.get("STAND_IN_TORCH_CUDA"))
 ops = SimpleNamespace(load_library=ctypes.CDLL)
 
 
@@ -90,7 +91,7 @@ class Project:
         package = folder / "fused_remat"
         package.mkdir()
         (package / "__init__.py").touch()
-        for name in ("_build.py", "_extension.py"):
+        for name in ("_build.py", "_build_cuda.py", "_cuda_toolkit.py", "_extension.py"):
             shutil.copy(REPOSITORY / "fused_remat" / name, package)
         copy_build_files(folder)
         self.compiler.write_text(COMPILER.format(folder=folder))

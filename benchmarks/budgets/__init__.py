@@ -1,4 +1,5 @@
-"""What the Triton kernels compile to, without a GPU: registers, spills, memory and tensor-core instructions.
+"""What the GPU kernels compile to, without a GPU: registers, spills, memory and tensor-core instructions.
 
-`launches` says which calls are made, `compiled` compiles what they would launch, `table` judges and keeps the results.
+`launches` says which calls of Triton kernels are made, `compiled` compiles what they would launch, `cubins` reads the
+CUDA C++ kernels out of their library, `table` judges and keeps the results.
 """

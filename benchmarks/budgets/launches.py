@@ -141,7 +141,7 @@ def _attention(variant: str, width: int, dtype: torch.dtype = torch.bfloat16) ->
     weights = _empty(BATCH, 1, length, length, dtype=torch.float32)
 
     def backward() -> None:
-        known = (lse, correction, delta, dout, None, 1.0, dq, dk, dv, dmask, None)
+        known = (lse, correction, delta, dout, None, None, 1.0, dq, dk, dv, dmask, None)
         attention.attention_bwd(q, k, v, *given, *known)
 
     def delta_of(rebuild: bool) -> None:

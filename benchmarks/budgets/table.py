@@ -31,8 +31,11 @@ class Budget:
         stack_bytes: of local memory per thread: stack frame or spills, the largest number that ptxas names.
         tensor_memory: columns.
         dots: whether the source multiplies matrices.
-        tensor_core: instructions in the PTX by kind: mma (sm_80 and small tiles), wgmma (sm_90), tcgen05 (sm_100).
+        tensor_core: instructions by kind: mma (sm_80 and small tiles), wgmma (sm_90), tcgen05 (sm_100); of Triton's
+            kernels in the PTX, of nvcc's in the machine code.
         warnings: ptxas's codes for serialised wgmma.
+        source: "triton", or "cuda" for a kernel in CUDA C++, which has neither tiles nor stages here, and whose shared
+            memory is the largest that a launch asks for.
     """
 
     kernel: str
@@ -48,35 +51,50 @@ class Budget:
     dots: bool
     tensor_core: Mapping[str, int]
     warnings: Sequence[str]
+    source: str = "triton"
 
     @property
     def key(self) -> str:
         return f"{self.kernel} sm_{self.arch}"
 
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"{self.key} ({self.tiles})" if self.tiles else self.key
+
 
 @dataclass(frozen=True)
 class Table:
-    """`reasons`: key -> why that kernel may use stack. The numbers hold for that Triton version alone."""
+    """`reasons`: key -> why that kernel may use stack. The numbers hold for these versions of Triton and nvcc alone."""
 
     triton: str
+    nvcc: str
     budgets: Mapping[str, Budget]
     reasons: Mapping[str, str]
+
+    def of(self, source: str) -> dict[str, Budget]:
+        """The budgets of "triton" or of "cuda"."""
+        return {key: budget for key, budget in self.budgets.items() if budget.source == source}
 
 
 def load() -> Table:
     """The table of the repository."""
     stored = json.loads(PATH.read_text())
     budgets = [Budget(**row) for row in stored["budgets"]]
-    return Table(stored["triton"], {budget.key: budget for budget in budgets}, stored["reasons"])
+    return Table(stored["triton"], stored["nvcc"], {budget.key: budget for budget in budgets}, stored["reasons"])
 
 
 def save(table: Table) -> None:
     """One line per kernel, so that a change shows as a line."""
-    rows = ",\n  ".join(json.dumps(asdict(budget)) for budget in table.budgets.values())
+    rows = ",\n  ".join(json.dumps(_row(budget)) for budget in table.budgets.values())
     reasons = json.dumps(dict(table.reasons), indent=2).replace("\n", "\n ")
-    PATH.write_text(
-        f'{{\n "triton": {json.dumps(table.triton)},\n "reasons": {reasons},\n "budgets": [\n  {rows}\n ]\n}}\n'
-    )
+    versions = f'"triton": {json.dumps(table.triton)},\n "nvcc": {json.dumps(table.nvcc)}'
+    PATH.write_text(f'{{\n {versions},\n "reasons": {reasons},\n "budgets": [\n  {rows}\n ]\n}}\n')
+
+
+def _row(budget: Budget) -> dict[str, Any]:
+    row = asdict(budget)
+    return row if budget.source != "triton" else {name: value for name, value in row.items() if name != "source"}
 
 
 def unlawful(budget: Budget, reasons: Mapping[str, str]) -> list[str]:
@@ -85,19 +103,19 @@ def unlawful(budget: Budget, reasons: Mapping[str, str]) -> list[str]:
 
     def at_most(what: str, got: int, allowed: int) -> None:
         if got > allowed:
-            found.append(f"{budget.key} ({budget.tiles}): {got} {what}, allowed {allowed}")
+            found.append(f"{budget.where}: {got} {what}, allowed {allowed}")
 
     stack = STACK_LIMIT.get(budget.variant, 0)
     if 0 < budget.stack_bytes <= stack and budget.key not in reasons:
-        found.append(
-            f"{budget.key} ({budget.tiles}): {budget.stack_bytes} bytes of stack without a reason in {PATH.name}"
-        )
+        found.append(f"{budget.where}: {budget.stack_bytes} bytes of stack without a reason in {PATH.name}")
     at_most("bytes of stack", budget.stack_bytes, stack)
     at_most("registers", budget.registers, REGISTER_LIMIT)
     at_most("bytes of shared memory", budget.shared_bytes, SHARED_LIMIT[budget.arch])
     at_most("columns of tensor memory", budget.tensor_memory, TENSOR_MEMORY_LIMIT)
     if budget.dots and not any(budget.tensor_core.values()):
-        found.append(f"{budget.key} ({budget.tiles}): 0 tensor-core instructions, expected at least 1")
+        found.append(f"{budget.where}: 0 tensor-core instructions, expected at least 1")
+    if budget.source == "cuda" and budget.tensor_core and not budget.dots:
+        found.append(f"{budget.key}: it multiplies matrices, name it in cubins.PRODUCTS")
     if budget.variant in UNSERIALISED:
         at_most(f"ptxas warnings of serialised wgmma ({', '.join(budget.warnings)})", len(budget.warnings), 0)
     return found
@@ -105,7 +123,7 @@ def unlawful(budget: Budget, reasons: Mapping[str, str]) -> list[str]:
 
 def drifted(budget: Budget, allowed: Budget) -> list[str]:
     """Where a kernel uses more, or something else, than the table holds."""
-    where = f"{budget.key} ({budget.tiles})"
+    where = budget.where
     found = [
         f"{where}: {name.replace('_', ' ')} {got}, the table has {known}"
         for name in ("variant", "tiles", "warps", "stages", "dots")
@@ -132,16 +150,51 @@ def drifted(budget: Budget, allowed: Budget) -> list[str]:
 
 
 def markdown(table: Table) -> str:
-    """The table as the docs show it: one line per kernel and call, one cell per architecture."""
+    """The table as the docs show it: a line per Triton kernel and call or CUDA C++ kernel, a cell per architecture."""
     lines: dict[str, dict[int, str]] = {}
-    for budget in table.budgets.values():
+    for budget in table.of("triton").values():
         lines.setdefault(budget.kernel, {})[budget.arch] = _cell(budget)
     architectures = sorted(SHARED_LIMIT)
     head = ["kernel and call", *(f"sm_{arch}" for arch in architectures)]
     rows = [head, ["---"] * len(head)]
     rows += [[kernel, *(cells.get(arch, "as above") for arch in architectures)] for kernel, cells in lines.items()]
+    rows += _folded(table.of("cuda").values())
     reasons = [f"- {key}: {reason}" for key, reason in table.reasons.items()]
     return "\n".join([*("| " + " | ".join(row) + " |" for row in rows), *(["", *reasons] if reasons else [])])
+
+
+def _folded(budgets: Iterable[Budget]) -> list[list[str]]:
+    """One line per CUDA C++ kernel, with the range of what its instances use; a kernel may be for one architecture."""
+    instances: dict[str, dict[int, list[Budget]]] = {}
+    for budget in budgets:
+        kernel = budget.kernel.partition("<")[0]
+        instances.setdefault(kernel, {}).setdefault(budget.arch, []).append(budget)
+    return [
+        [
+            f"{kernel}, {max(map(len, by_arch.values()))} instances",
+            *(_range_cell(by_arch[arch]) if arch in by_arch else "-" for arch in sorted(SHARED_LIMIT)),
+        ]
+        for kernel, by_arch in instances.items()
+    ]
+
+
+def _range_cell(budgets: Sequence[Budget]) -> str:
+    def span(values: Iterable[float]) -> str:
+        low, high = min(values := list(values)), max(values)
+        return f"{low:.0f}" if f"{low:.0f}" == f"{high:.0f}" else f"{low:.0f}-{high:.0f}"
+
+    kinds = sorted({kind for budget in budgets for kind in budget.tensor_core})
+    instructions = [f"{kind} {span(b.tensor_core[kind] for b in budgets if kind in b.tensor_core)}" for kind in kinds]
+    warps = span(budget.warps for budget in budgets)
+    parts = [
+        f"w{warps}" if warps != "0" else "-",  # no bound is compiled into some kernels of CUTLASS
+        span(budget.registers for budget in budgets),
+        span(budget.shared_bytes / 1024 for budget in budgets),
+        span(budget.tensor_memory for budget in budgets),
+        " ".join(instructions) or "-",
+    ]
+    stack = max(budget.stack_bytes for budget in budgets)
+    return " / ".join(parts) + (f", **{stack} B stack**" if stack else "")
 
 
 def _cell(budget: Budget) -> str:

@@ -187,7 +187,7 @@ void attention_delta(
 void attention_bwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const Attending& attending,
     const Tensor& lse, const Tensor&, const Tensor& delta, const Tensor& dout,
-    const WeightsGradient& weights, const AttentionGradients& gradients) {
+    const OptionalTensor&, const WeightsGradient& weights, const AttentionGradients& gradients) {
   const Rows tiles(q, k, attending, lse.scalar_type());
   const Tensor values = v.to(lse.scalar_type());
   const int64_t masked = k.size(2) - attending.extra_keys;

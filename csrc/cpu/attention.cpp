@@ -352,7 +352,7 @@ void attention_delta(
 void attention_bwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const Attending& attending,
     const Tensor& lse, const Tensor& correction, const Tensor& delta, const Tensor& dout,
-    const WeightsGradient& weights, const AttentionGradients& gradients) {
+    const OptionalTensor&, const WeightsGradient& weights, const AttentionGradients& gradients) {
   const Problem p = checked(q, k, v, attending, dout, lse);
   p.check_rows(delta);
   p.check_rows(correction);

@@ -5,7 +5,6 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <array>
 
 #include "../activations.h"
 #include "../mlp.h"
@@ -32,13 +31,10 @@ const Kernels& kernels() {
 }
 
 int activation_index(const std::string& name) {
-#define FUSED_REMAT_NAME(name, Act) name,
-  static constexpr std::array names{FUSED_REMAT_ACTIVATIONS(FUSED_REMAT_NAME)};
-#undef FUSED_REMAT_NAME
-  static_assert(names.size() == kActivations);
-  const auto found = std::find(names.begin(), names.end(), name);
-  TORCH_CHECK_VALUE(found != names.end(), "activation: no C++ kernel for ", name);
-  return static_cast<int>(found - names.begin());
+  static_assert(activations::kCount == kActivations);
+  const int index = activations::index_of(name);
+  TORCH_CHECK_VALUE(index >= 0, "activation: no C++ kernel for ", name);
+  return index;
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../activations.h"
+#include "../mlp_element.h"
 #include "tile.h"
 #include "vector_rows.h"
 
@@ -90,14 +91,11 @@ void forward_block(const TileArgs& t, const Block& block) {
       if (gated) {
         load_pre(t, t.gate, t.kept_gate, t.b_gate, /*read_kept=*/false, row, col, n, gate.data);
         keep(t, gate.data, t.kept_gate, row, col, n);
-        for_each_vector<T>(n, [&](int64_t i) {
-          (Act::value(Vec<T>::loadu(gate.data + i)) * Vec<T>::loadu(up.data + i))
-              .store(up.data + i);
-        });
-      } else {
-        for_each_vector<T>(
-            n, [&](int64_t i) { Act::value(Vec<T>::loadu(up.data + i)).store(up.data + i); });
       }
+      for_each_vector<T>(n, [&](int64_t i) {
+        mlp_element::forward<Act>(Vec<T>::loadu(up.data + i), Vec<T>::loadu(gate.data + i), gated)
+            .store(up.data + i);
+      });
       if (t.dropout) {
         dropout_scales(t, row, col, n, scales.data);
         multiply(up.data, scales.data, n);
@@ -133,17 +131,11 @@ class BlockSums {
 template <class Act, class T>
 inline void differentiate(T* up, T* gate, T* dhidden, bool gated, int64_t n) {
   for_each_vector<T>(n, [&](int64_t i) {
-    const Vec<T> u = Vec<T>::loadu(up + i), dh = Vec<T>::loadu(dhidden + i);
-    if (gated) {
-      const auto act = Act::both(Vec<T>::loadu(gate + i));
-      (act.value * u).store(up + i);
-      (dh * u * act.slope).store(gate + i);
-      (dh * act.value).store(dhidden + i);
-    } else {
-      const auto act = Act::both(u);
-      act.value.store(up + i);
-      (dh * act.slope).store(dhidden + i);
-    }
+    const auto made = mlp_element::backward<Act>(
+        Vec<T>::loadu(up + i), Vec<T>::loadu(gate + i), Vec<T>::loadu(dhidden + i), gated);
+    made.hidden.store(up + i);
+    made.dup.store(dhidden + i);
+    if (gated) made.dgate.store(gate + i);
   });
 }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "../attention_calls.h"
 #include "../attention_ops.h"
 #include "checks.h"
 #include "heads.h"
@@ -141,8 +142,9 @@ class BackwardPass {
     sums.dk = sum(1, dk_buffer_, kv0, kv_heads);
     sums.dv = sum(2, dv_buffer_, kv0, kv_heads);
     calls::attention_bwd(
-        backend_, q, k, v, group, lse, group_correction, group_delta, dout, WeightsGradient{},
-        sums);
+        backend_, q, k, v, group, lse, group_correction, group_delta, dout,
+        dlse.defined() ? std::nullopt : OptionalTensor(out.narrow(1, head0, heads)),
+        WeightsGradient{}, sums);
     if (in_place_) return;
     if (wanted_[0]) gradients[0].narrow(1, head0, heads).copy_(sums.dq);
     if (wanted_[1]) gradients[1].narrow(1, kv0, kv_heads).copy_(sums.dk);

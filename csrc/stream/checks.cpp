@@ -72,6 +72,30 @@ void check_adapter(const AdapterFactors& adapter, int64_t in, int64_t out) {
   check_shape("b of an adapter", adapter.b, {out, rank});
 }
 
+void check_inputs(const Tensor& query, const Tensor& key, const Tensor& value) {
+  for (const Tensor& x : {query, key, value})
+    TORCH_CHECK_VALUE(
+        x.dim() == 3 && x.size(0) == query.size(0),
+        "multi_head_attention: inputs must be [B, L, D] of one batch size, got ", x.sizes());
+  TORCH_CHECK_VALUE(
+      key.size(1) == value.size(1),
+      "multi_head_attention: key and value must have one length, got ", key.size(1), " and ",
+      value.size(1));
+}
+
+// `width` of a head of queries and keys.
+void check_norms_and_rotations(const MhaOperands& o, int64_t width, int64_t length_k) {
+  for (const OptionalTensor& t : {o.norm_weight, o.norm_bias})
+    check_shape("a weight or bias of the norm", t, {o.query.size(2)});
+  for (const OptionalTensor& t : {o.q_norm, o.k_norm}) check_shape("q_norm and k_norm", t, {width});
+  for (const OptionalTensor& t : {o.cos, o.sin})
+    TORCH_CHECK_VALUE(
+        !t || (t->dim() == 3 && t->sizes() == o.cos->sizes() && length_k == o.query.size(1) &&
+               (t->size(0) == 1 || t->size(0) == o.query.size(0)) &&
+               t->size(1) == o.query.size(1) && t->size(2) % 2 == 0 && t->size(2) <= width),
+        "multi_head_attention: cos and sin must be [1 or B, L, R], got ", t->sizes());
+}
+
 }  // namespace
 
 void check_shape(const char* name, const OptionalTensor& t, at::IntArrayRef shape) {
@@ -107,14 +131,7 @@ void check_attention(
 
 void check_mha(const MhaOperands& o, const MhaOptions& options, const Tensor& seed) {
   const Tensor &key = o.key ? *o.key : o.query, &value = o.value ? *o.value : key;
-  for (const Tensor& x : {o.query, key, value})
-    TORCH_CHECK_VALUE(
-        x.dim() == 3 && x.size(0) == o.query.size(0),
-        "multi_head_attention: inputs must be [B, L, D] of one batch size, got ", x.sizes());
-  TORCH_CHECK_VALUE(
-      key.size(1) == value.size(1),
-      "multi_head_attention: key and value must have one length, got ", key.size(1), " and ",
-      value.size(1));
+  check_inputs(o.query, key, value);
   const int64_t heads = options.num_heads, kv_heads = options.num_kv_heads;
   TORCH_CHECK_VALUE(
       heads > 0 && kv_heads > 0 && heads % kv_heads == 0,
@@ -159,15 +176,7 @@ void check_mha(const MhaOperands& o, const MhaOptions& options, const Tensor& se
   check_adapter(o.adapters[kAdaptK], key.size(2), rows_k);
   check_adapter(o.adapters[kAdaptV], value.size(2), rows_v);
   check_adapter(o.adapters[kAdaptOut], o.w_out.size(1), o.w_out.size(0));
-  for (const OptionalTensor& t : {o.norm_weight, o.norm_bias})
-    check_shape("a weight or bias of the norm", t, {o.query.size(2)});
-  for (const OptionalTensor& t : {o.q_norm, o.k_norm}) check_shape("q_norm and k_norm", t, {width});
-  for (const OptionalTensor& t : {o.cos, o.sin})
-    TORCH_CHECK_VALUE(
-        !t || (t->dim() == 3 && t->sizes() == o.cos->sizes() && key.size(1) == o.query.size(1) &&
-               (t->size(0) == 1 || t->size(0) == o.query.size(0)) &&
-               t->size(1) == o.query.size(1) && t->size(2) % 2 == 0 && t->size(2) <= width),
-        "multi_head_attention: cos and sin must be [1 or B, L, R], got ", t->sizes());
+  check_norms_and_rotations(o, width, key.size(1));
   TORCH_CHECK_VALUE(
       options.need_weights >= kNoWeights && options.need_weights <= kWeightsPerHead,
       "multi_head_attention: need_weights must be 0, 1 or 2, got ", options.need_weights);

@@ -7,23 +7,6 @@ namespace fused_remat {
 
 using at::Tensor;
 
-Band band_of(int64_t causal, int64_t left, int64_t right, int64_t length_q, int64_t length_k) {
-  TORCH_CHECK_VALUE(
-      causal >= kNotCausal && causal <= kBottomRight,
-      "causal must be 0 (none), 1 (top left) or 2 (bottom right), got ", causal);
-  TORCH_CHECK_VALUE(
-      left >= -1 && right >= -1, "window sides must be -1 (no limit) or more, got ", left, " and ",
-      right);
-  const int64_t shift = causal == kBottomRight ? length_k - length_q : 0;
-  Band band;
-  // A side may be as long as an integer; sums with it must not wrap.
-  const int64_t longest = Band::kUnlimited / 2;
-  if (left >= 0) band.low = shift - std::min(left, longest);
-  if (right >= 0) band.high = shift + std::min(right, longest);
-  if (causal != kNotCausal) band.high = std::min(band.high, shift);
-  return band;
-}
-
 at::ScalarType accumulation_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }

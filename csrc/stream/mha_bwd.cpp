@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "../attention_calls.h"
 #include "../mlp_calls.h"
 #include "checks.h"
 #include "heads.h"
@@ -153,7 +154,7 @@ class BackwardPass : MhaGradients {
     if (any)
       calls::attention_bwd(
           backend, heads_[kQ], heads_[kK], heads_[kV], attending, lse, correction, delta, dout,
-          weights, to);
+          weights.dweights ? std::nullopt : OptionalTensor(out), weights, to);
   }
 
   void out_projection(const MhaGroup& g, const Tensor& out_rows) {

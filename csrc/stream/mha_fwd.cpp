@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "../attention_calls.h"
 #include "heads.h"
 #include "mha_pass.h"
 

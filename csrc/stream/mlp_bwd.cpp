@@ -11,6 +11,7 @@
 #include "../mlp_calls.h"
 #include "gradient_sum.h"
 #include "low_rank.h"
+#include "mlp_small.h"
 #include "tiles.h"
 
 namespace fused_remat {
@@ -38,11 +39,14 @@ class BackwardPass {
         up_(up),
         gate_(gate),
         packing_(packing()),
+        stage1_{
+            options.backend, options.activation, options.dropout_p > 0, up.size(1) + gate.size(1)},
         plan_(plan_tiles(
             sizes_.rows, sizes_.hidden_features, backward_by_features(sizes_),
+            tile_goal(x.is_cpu(), /*backward=*/true),
             backward_cost(
-                sizes_, precision_, packing_, options.backend, options.dropout_p > 0,
-                x.scalar_type(), layer.w_up.scalar_type(), bool(options.norm)),
+                sizes_, precision_, packing_, stage1_, x.scalar_type(), layer.w_up.scalar_type(),
+                bool(options.norm)),
             options.workspace)),
         workspace_(plan_.bytes, x.device()),
         weights_(
@@ -185,7 +189,9 @@ class BackwardPass {
     hidden_ = take(true, elements);
     dup_ = take(pre_wanted_, elements);
     dgate_ = take(sizes_.gated, elements);
-    scratch_ = take(options_.backend == "aten", elements);
+    const int64_t scratch =
+        backward_scratch(sizes_, precision_, stage1_, plan_.rows, plan_.features);
+    scratch_ = take(scratch > 0, scratch / static_cast<int64_t>(c10::elementSize(precision_.gemm)));
     packed_x_ = take(packing_.x, plan_.rows * sizes_.x_stride());
     packed_dy_ = take(packing_.dy, plan_.rows * sizes_.dy_stride());
     const int64_t rank = sizes_.widest_rank(), wider = std::max(sizes_.d_in, sizes_.d_out);
@@ -267,7 +273,9 @@ class BackwardPass {
     const auto buffer = [&](const Tensor& flat) {
       return flat.defined() ? matrix(flat, rows, features) : matrix(hidden_, 0, features);
     };
-    const MlpBuffers buffers{buffer(hidden_), buffer(dup_), buffer(dgate_), buffer(scratch_)};
+    // aten writes to a matrix, cuda takes what it needs from flat memory.
+    const Tensor scratch = options_.backend == "cuda" ? scratch_ : buffer(scratch_);
+    const MlpBuffers buffers{buffer(hidden_), buffer(dup_), buffer(dgate_), scratch};
     const auto bias_tile = [&](MlpGradient bias) {
       return wanted_[bias] ? vector_sums_[bias].narrow(0, f0, features) : vector_sums_[bias];
     };
@@ -288,6 +296,7 @@ class BackwardPass {
   const MlpPrecision precision_;
   const Tensor x_, dy_, up_, gate_;
   const MlpPacking packing_;
+  const MlpStage1 stage1_;
   const TilePlan plan_;
   Workspace workspace_;
   WeightTiles weights_;
@@ -323,6 +332,8 @@ MlpGradients mlp_bwd(
         "mlp_bwd: residuals are [M, 0..F] in the compute dtype, got ", residual.sizes(), " of ",
         residual.scalar_type());
   const BelowAutocast guard;
+  if (why_not_one_kernel(x, layer, options, /*keeps=*/up.size(1) + gate.size(1) > 0).empty())
+    return mlp_small_bwd(dy, x, layer, seed, options, wanted, wide);
   return BackwardPass(dy, x, layer, up, gate, seed, options, wanted, wide).run();
 }
 

@@ -8,6 +8,7 @@
 
 #include "../mlp_calls.h"
 #include "low_rank.h"
+#include "mlp_small.h"
 #include "tiles.h"
 
 namespace fused_remat {
@@ -29,6 +30,7 @@ class ForwardPass {
         packing_(packing()),
         plan_(plan_tiles(
             sizes_.rows, sizes_.hidden_features, /*by_features=*/false,
+            tile_goal(x.is_cpu(), /*backward=*/false),
             forward_cost(
                 sizes_, precision_, packing_, options.backend, options.dropout_p > 0,
                 bool(options.norm)),
@@ -152,6 +154,8 @@ MlpForward mlp_fwd(
       keep.gate >= 0 && keep.gate <= (layer.gated() ? features : 0),
       "mlp: keep_gate must be in 0..F of a gated layer and 0 otherwise, got ", keep.gate);
   const BelowAutocast guard;
+  if (why_not_one_kernel(x, layer, options, /*keeps=*/keep.up + keep.gate > 0).empty())
+    return mlp_small_fwd(x, layer, seed, options);
   return ForwardPass(x, layer, seed, options, keep).run(x);
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -35,10 +36,20 @@ struct TilePlan {
   int64_t bytes;
 };
 
+// What the chunks of the outer loop are to be beyond 256 wide, where the budget allows it beside an
+// inner direction that stays as wide and wider than a chunk.
+struct TileGoal {
+  int64_t width = 0;
+  int64_t chunks = std::numeric_limits<int64_t>::max();
+};
+TileGoal tile_goal(bool on_cpu, bool backward);
+
 // The largest tile within `budget` bytes (one row by one feature where even that exceeds it): wide
-// in both directions before it is whole in one, and cut into equal chunks.
+// in both directions before it is whole in one, and cut into equal chunks of a multiple of 8 (one
+// chunk, or none of 8, aside).
 TilePlan plan_tiles(
-    int64_t rows, int64_t features, bool by_features, const TileCost& cost, int64_t budget);
+    int64_t rows, int64_t features, bool by_features, const TileGoal&, const TileCost&,
+    int64_t budget);
 
 struct MlpSizes {
   int64_t rows;             // M
@@ -82,6 +93,14 @@ struct MlpPacking {
   bool w_down;
 };
 
+// What stage 1 of a backward pass does, by whom.
+struct MlpStage1 {
+  std::string backend;
+  std::string activation;
+  bool dropout;
+  int64_t kept;  // features of pre-activations, up's and gate's together
+};
+
 // Feature chunks iff the fp32 dx [M, D] is smaller than the fp32 dW that token chunks would
 // accumulate.
 bool backward_by_features(const MlpSizes&);
@@ -89,14 +108,23 @@ TileCost forward_cost(
     const MlpSizes&, const MlpPrecision&, const MlpPacking&, const std::string& backend,
     bool dropout, bool norm);
 TileCost backward_cost(
-    const MlpSizes&, const MlpPrecision&, const MlpPacking&, const std::string& backend,
-    bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype, bool norm);
+    const MlpSizes&, const MlpPrecision&, const MlpPacking&, const MlpStage1&,
+    at::ScalarType x_dtype, at::ScalarType weight_dtype, bool norm);
+// Bytes of the scratch tensor that the stage 1 of a backward tile is given.
+int64_t backward_scratch(
+    const MlpSizes&, const MlpPrecision&, const MlpStage1&, int64_t rows, int64_t features);
+
+// The axis in the result of `mlp_plan` of a pass that one kernel makes without tiles (mlp_small.h);
+// backward sums the gradients of parameters over so many rows at a time.
+constexpr int64_t kOneKernel = 2;
 
 // The op `mlp_plan`: {axis, rows, features, bytes} for operands that lie densely in memory. `ranks`
-// of the adapters of w_up, w_gate and w_down.
+// of the adapters of w_up, w_gate and w_down; `kept` features of pre-activations, up's and gate's
+// together.
 std::vector<int64_t> mlp_plan(
     int64_t rows, int64_t d_in, int64_t d_out, int64_t hidden_features, bool gated, bool backward,
     bool dropout, at::ScalarType x_dtype, at::ScalarType weight_dtype, at::ScalarType compute_dtype,
-    int64_t workspace, std::string backend, std::string device, bool norm, at::IntArrayRef ranks);
+    int64_t workspace, std::string backend, std::string device, bool norm, at::IntArrayRef ranks,
+    std::string activation, int64_t kept);
 
 }  // namespace fused_remat

@@ -1,10 +1,14 @@
 #include "tiles.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
+#include <string>
+
+#include "../sizes.h"
 
 namespace fused_remat {
 
@@ -17,7 +21,7 @@ Tensor Workspace::take(int64_t numel, at::ScalarType dtype) {
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   TORCH_INTERNAL_ASSERT(used_ + bytes <= bytes_.numel(), "workspace plan too small");
   Tensor piece = bytes_.narrow(0, used_, bytes).view(dtype);
-  used_ += (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+  used_ += round_up(bytes, kWorkspaceAlignment);
   return piece;
 }
 
@@ -114,6 +118,29 @@ Tensor WeightTiles::tile_down() const {
   return tall;
 }
 
+// What torch says, before it launches anything, where tunable products are switched on and on GPUs
+// without bfloat16.
+static bool is_refusal(const c10::Error& error) {
+  const std::string text = error.what_without_backtrace();
+  return text.find("Tunable GEMM") != std::string::npos ||
+         text.find("output type float") != std::string::npos;
+}
+
+// Half operands, fp32 sums, nothing rounded in between: the library products of CUDA alone have it.
+// False where they do not.
+static bool add_unrounded_product(Tensor& sum, const Tensor& a, const Tensor& b, bool first) {
+  const at::Context& torch = at::globalContext();
+  if (!sum.is_cuda() || torch.hasROCM() || sum.scalar_type() != at::kFloat) return false;
+  if (a.scalar_type() == at::kHalf && torch.allowFP16AccumulationCuBLAS()) return false;
+  try {
+    first ? at::mm_out(sum, a, b, at::kFloat) : at::addmm_out(sum, sum, a, b, at::kFloat);
+  } catch (const c10::Error& error) {
+    if (!is_refusal(error)) throw;
+    return false;
+  }
+  return true;
+}
+
 void add_product(
     const Tensor& out, const Tensor& a, const Tensor& b, bool first, const Tensor& flat_product) {
   Tensor sum = out;
@@ -121,6 +148,7 @@ void add_product(
     first ? at::mm_out(sum, a, b) : at::addmm_out(sum, sum, a, b);
     return;
   }
+  if (add_unrounded_product(sum, a, b, first)) return;
   Tensor product = matrix(flat_product, out.size(0), out.size(1));
   at::mm_out(product, a, b);
   first ? sum.copy_(product) : sum.add_(product);

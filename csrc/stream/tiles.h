@@ -79,7 +79,8 @@ class WeightTiles {
   int64_t feature0_ = -1, features_ = -1;
 };
 
-// out = a b, or out += a b; where `out` has another dtype than a, through `flat_product`.
+// out = a b, or out += a b; where `out` has another dtype than a, through `flat_product`, unless
+// the device's library adds such products itself.
 void add_product(
     const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool first,
     const at::Tensor& flat_product);

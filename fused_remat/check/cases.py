@@ -1,4 +1,4 @@
-"""The calls that are checked, small and odd-sized."""
+"""The calls that are checked, small and odd-sized, on a GPU in even sizes too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONSTANT = ("cos", "sin")
 
 @dataclass(frozen=True)
 class Sizes:
-    """`tokens` M or L, `width` D, `hidden` F, `head` E; the workspace makes every op go piece by piece."""
+    """`tokens` M or L, `width` D, `hidden` F, `head` E. `name` stands behind that of a case."""
 
     tokens: int
     width: int
@@ -28,11 +28,19 @@ class Sizes:
     head: int
     workspace: int = 16 * 1024
     batch: int = 2
+    name: str = ""
 
 
+# The workspace makes every op go piece by piece.
 TINY = Sizes(tokens=5, width=6, hidden=7, head=4, workspace=1024, batch=1)  # for finite differences
 SMALL = Sizes(tokens=63, width=33, hidden=129, head=18)
 LARGE = Sizes(tokens=341, width=129, hidden=341, head=72, workspace=256 * 1024)
+
+# For kernels of a GPU that odd sizes never come to: of libraries and of CUTLASS, which take rows that begin on 16 bytes
+# and scratch for a head, and copies of 16 bytes. Multiples of 8, and of nothing else that a tile would be full with.
+ALIGNED = Sizes(tokens=328, width=136, hidden=344, head=64, workspace=8 * 2**20, name="aligned")
+# For one kernel a pass, of which blocks add up what others made where there are more than 1024 tokens.
+NARROW = Sizes(tokens=1100, width=64, hidden=256, head=64, workspace=4 * 2**20, name="narrow")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fused_remat import dispatch, ops
-from fused_remat.check.run import DTYPES, Row, as_json, run, unavailable
+from fused_remat import _extension, dispatch, ops
+from fused_remat.check.run import Row, as_json, run, unavailable
+from fused_remat.commands.options import check_device
 
 _MARKS = {True: "ok", False: "FAIL", None: "-"}
 
@@ -31,9 +32,13 @@ def check(
 
     Exits with 1 if a check fails, or if the backend that was named cannot run here.
     """
-    where = _check_device(device)
-    _check_backend(backend, where)
-    ops.ready()  # may compile for some minutes, and says so: before the progress line
+    where = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    _check_name(backend)
+    # May compile for some minutes, and says so: before the progress line.
+    ops.ready()
+    if where == "cuda" and backend in (None, "cuda"):
+        _extension.load_cuda()
+    _check_can_run(backend, where)
     console = Console(stderr=True)
     rows = []
     with console.status("checking") as status:
@@ -47,24 +52,14 @@ def check(
     raise typer.Exit(int(any(row.passed is False for row in rows)))
 
 
-def _check_device(device: str | None) -> str:
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in DTYPES:
-        raise typer.BadParameter(f"got {device!r}, expected {' or '.join(DTYPES)}", param_hint="--device")
-    if device == "cuda" and not torch.cuda.is_available():
-        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
-        raise typer.BadParameter(f"{why}; use --device cpu", param_hint="--device")
-    return device
-
-
-def _check_backend(backend: str | None, device: str) -> None:
-    if backend is None:
-        return
-    if backend not in dispatch.BACKENDS:
+def _check_name(backend: str | None) -> None:
+    if backend is not None and backend not in dispatch.BACKENDS:
         expected = ", ".join(dispatch.BACKENDS)
         raise typer.BadParameter(f"got {backend!r}, expected one of {expected}", param_hint="--backend")
-    reasons = unavailable(device, backend)
+
+
+def _check_can_run(backend: str | None, device: str) -> None:
+    reasons = unavailable(device, backend) if backend else []
     if reasons:
         typer.echo(f"Error: backend {backend!r} cannot run on {device}: {'; '.join(reasons)}", err=True)
         raise typer.Exit(1)

@@ -17,15 +17,18 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 import fused_remat
 from fused_remat import dispatch
-from fused_remat.check.cases import CASES, CONSTANT, LARGE, SMALL, TINY, Case, Sizes, Tensors
+from fused_remat.check.cases import ALIGNED, CASES, CONSTANT, LARGE, NARROW, SMALL, TINY, Case, Sizes, Tensors
+from fused_remat.check.rounded import rounded_delta
 
 DTYPES = {
     "cpu": (torch.float32, torch.bfloat16),
     "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
+HALVES = (torch.bfloat16, torch.float16)
 LAW = "reference"  # what the other backends are compared with; its own gradients are checked all the same
 ERROR_FACTOR = 2.0
 _MOST_JOBS = 8
+_GPU_BACKENDS = ("triton", "cuda")
 # Units in the last place that are always allowed. fp32 results may add up in another order than torch's, and where they
 # cancel (the bias of keys) little but the rounding of the terms is left; half-precision sums are fp32 and rounded once.
 FLOOR_ULPS = {torch.float32: 4.0, torch.bfloat16: 0.25, torch.float16: 0.25}
@@ -66,24 +69,34 @@ def _rows_of(index: int, device: str, backend: str | None) -> list[Row]:
 
 def _rows(case: Case, device: str, backend: str | None) -> Iterator[Row]:
     names = [backend] if backend else [name for name in dispatch.BACKENDS if name != LAW]
-    sizes = LARGE if device == "cuda" else _small(backend)
     for name in names if backend else (*names, LAW):
         yield judged_row(case, "gradcheck", name, device, torch.float64, _tiny(name, device), gradients_differ)
-    for dtype in DTYPES[device]:
+    for sizes, dtype in comparisons(case, device, backend):
         label = str(dtype).removeprefix("torch.")
         judge = Judge(case, device, dtype, sizes)
         for name in (name for name in names if name != LAW):
             yield judged_row(case, label, name, device, dtype, sizes, judge)
 
 
+def comparisons(case: Case, device: str, backend: str | None = None) -> Iterator[tuple[Sizes, torch.dtype]]:
+    """What is compared with float64 on that device, by every backend or the one named."""
+    for dtype in DTYPES[device]:
+        yield LARGE if device == "cuda" else _small(backend), dtype
+    if device == "cuda":
+        for sizes in (ALIGNED, NARROW) if case.op == "mlp" else (ALIGNED,):
+            for dtype in HALVES:
+                yield sizes, dtype
+
+
 def _small(backend: str | None) -> Sizes:
-    """On a CPU, where the one who is slow piece by piece is an interpreter."""
-    return replace(SMALL, workspace=LARGE.workspace) if backend == "triton" else SMALL
+    """On a CPU, where those who are slow piece by piece are GPU kernels that something imitates."""
+    return replace(SMALL, workspace=LARGE.workspace) if backend in _GPU_BACKENDS else SMALL
 
 
 def _tiny(backend: str, device: str) -> Sizes:
     """For finite differences. An interpreter takes a second per piece, so that it gets all in one."""
-    return replace(TINY, workspace=LARGE.workspace) if (backend, device) == ("triton", "cpu") else TINY
+    imitated = backend in _GPU_BACKENDS and device == "cpu"
+    return replace(TINY, workspace=LARGE.workspace) if imitated else TINY
 
 
 def unavailable(device: str, backend: str) -> list[str]:
@@ -91,10 +104,10 @@ def unavailable(device: str, backend: str) -> list[str]:
     found: dict[str, None] = {}
     for case in CASES:
         for dtype in (*DTYPES[device], torch.float64):
-            reasons = _reasons(case, backend, device, dtype, TINY)
-            if not reasons:
+            against = reasons(case, backend, device, dtype, TINY)
+            if not against:
                 return []
-            found |= dict.fromkeys(reasons)
+            found |= dict.fromkeys(against)
     return list(found)
 
 
@@ -102,18 +115,20 @@ def judged_row(
     case: Case, check: str, backend: str, device: str, dtype: torch.dtype, sizes: Sizes,
     judged: Callable[[Case, str, str], str | None],
 ) -> Row:  # fmt: skip
-    reasons = _reasons(case, backend, device, dtype, sizes)
-    if reasons:
-        return Row(case.op, case.name, check, backend, None, "; ".join(reasons), 0.0)
+    name = f"{case.name}, {sizes.name}" if sizes.name else case.name
+    against = reasons(case, backend, device, dtype, sizes)
+    if against:
+        return Row(case.op, name, check, backend, None, "; ".join(against), 0.0)
     start = time.perf_counter()
     try:
         wrong = judged(case, backend, device)
     except Exception as error:  # whatever a broken kernel raises is what the check is there to find
         wrong = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return Row(case.op, case.name, check, backend, wrong is None, wrong or "", time.perf_counter() - start)
+    return Row(case.op, name, check, backend, wrong is None, wrong or "", time.perf_counter() - start)
 
 
-def _reasons(case: Case, backend: str, device: str, dtype: torch.dtype, sizes: Sizes) -> list[str]:
+def reasons(case: Case, backend: str, device: str, dtype: torch.dtype, sizes: Sizes) -> list[str]:
+    """Why `backend` cannot run that case there; empty if it can. Compiles no kernels."""
     arguments = case.arguments(placed(case.tensors(sizes), device, dtype), sizes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # that there is no compiled library is among the reasons
@@ -154,10 +169,11 @@ def gradients_differ(case: Case, backend: str, device: str) -> str | None:
 
 
 class Judge:
-    """Compares results with float64, allowing twice the error of plain torch in the same dtype."""
+    """Compares results with float64, allowing twice the error of plain torch in the same dtype: of the reference, or of
+    attention as torch's fused kernels compute it, whichever is larger."""
 
     def __init__(self, case: Case, device: str, dtype: torch.dtype, sizes: Sizes):
-        self._case, self._sizes = case, sizes
+        self._case, self._sizes, self._dtype = case, sizes, dtype
         self._tensors = placed(case.tensors(sizes), device, dtype)
         self._floor = FLOOR_ULPS[dtype] * torch.finfo(dtype).eps
         self._allowed: dict[str, float] | None = None
@@ -169,8 +185,7 @@ class Judge:
             self._truth = self._results(
                 {name: t.requires_grad_(self._tensors[name].requires_grad) for name, t in wide.items()}, LAW
             )
-            errors = self._errors(self._results(self._tensors, LAW))
-            self._allowed = {name: ERROR_FACTOR * error + self._floor for name, error in errors.items()}
+            self._allowed = {name: ERROR_FACTOR * error + self._floor for name, error in self._plain_errors().items()}
         wrong = [
             f"the error of {name} is {error:.2g}, allowed {self._allowed[name]:.2g}"
             for name, error in self._errors(self._results(self._tensors, backend)).items()
@@ -178,13 +193,20 @@ class Judge:
         ]
         return "; ".join(wrong) or None
 
+    def _plain_errors(self) -> dict[str, float]:
+        errors = self._errors(self._results(self._tensors, LAW))
+        if self._case.op == "mlp" or self._dtype not in HALVES:
+            return errors
+        with rounded_delta():
+            fused = self._errors(self._results(self._tensors, LAW))
+        return {name: max(error, fused[name]) for name, error in errors.items()}
+
     def _results(self, tensors: Tensors, backend: str) -> dict[str, Tensor]:
         """Outputs, and gradients for random incoming ones."""
         outputs = _outputs(self._case, tensors, self._sizes, backend)
         wanted = {name: t for name, t in tensors.items() if t.requires_grad}
         generator = torch.Generator().manual_seed(1)
-        dtype = next(iter(self._tensors.values())).dtype
-        douts = [torch.randn(o.shape, generator=generator).to(dtype).to(o.device, o.dtype) for o in outputs]
+        douts = [torch.randn(o.shape, generator=generator).to(self._dtype).to(o.device, o.dtype) for o in outputs]
         douts = [d.masked_fill(o.detach().isinf(), 0.0) for d, o in zip(douts, outputs, strict=True)]
         gradients = torch.autograd.grad(outputs, list(wanted.values()), douts)
         named = {f"output {index}": o.detach() for index, o in enumerate(outputs)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import platform
-import re
 import tempfile
 from collections.abc import Sequence
 from importlib import metadata
@@ -20,6 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import fused_remat
 from fused_remat import _extension
 from fused_remat.budget import MIB
+from fused_remat.commands import options
+from fused_remat.commands.options import (
+    bad_value,
+    check_device,
+    check_seed,
+    check_whole_number,
+    refuse_for_built_in,
+    require,
+)
 from fused_remat.compare.factory import BadOption, importable_from_here
 
 if TYPE_CHECKING:
@@ -47,7 +55,6 @@ DEFAULT_STEPS = "60"
 DEFAULT_WORKSPACE_MIB = "8"
 _PICTURES = "matplotlib"
 _MOST_STEPS = 10**6
-_LARGEST_SEED = 2**31 - 1
 _LARGEST_WORKSPACE_MIB = 2**20
 
 
@@ -55,37 +62,20 @@ def compare(
     model: Annotated[
         str, typer.Option(help="Which model to train: vit, llama or both, or a factory of your own as module:callable.")
     ] = _BOTH,
-    config: Annotated[
-        str | None,
-        typer.Option(help="Keyword arguments of that factory: a JSON object, or a file with one.", metavar="JSON"),
-    ] = None,
-    inputs: Annotated[
-        str | None,
-        typer.Option(
-            help="Random inputs of that model, as JSON or a file with it: an object (keyword arguments) or a list of "
-            '{"shape": [...], "dtype": "float32", "below": N, "value": V}; integers need below or value.',
-            metavar="JSON",
-        ),
-    ] = None,
-    batch: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead of --inputs: module:callable, called with the model and the step, that returns a dict or "
-            "tuple of tensors.",
-            metavar="CALLABLE",
-        ),
-    ] = None,
+    config: options.Config = None,
+    inputs: options.Inputs = None,
+    batch: options.Batch = None,
     steps: Annotated[
         str, typer.Option(help="Optimizer steps per model and variant, at least 1.", metavar="N")
     ] = DEFAULT_STEPS,
-    device: Annotated[str, typer.Option(help="Where to train: cpu or cuda.")] = "cpu",
+    device: options.Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the report; made if it is not there.", metavar="DIR")] = Path(
         "fused-remat-compare"
     ),
     workspace: Annotated[
         str, typer.Option(help="Scratch memory of each fused call, in MiB; small, as the models are.", metavar="MIB")
     ] = DEFAULT_WORKSPACE_MIB,
-    seed: Annotated[str, typer.Option(help="Seed of weights and batches.", metavar="N")] = "0",
+    seed: options.Seed = "0",
 ) -> None:
     """Train real models three ways with the same seeds: as they are, checkpointed, and with fused_remat.
 
@@ -97,11 +87,11 @@ def compare(
     """
     own = {"model": model, "config": config, "inputs": inputs, "batch": batch}
     names = _check_model(own)
-    step_count = _check_whole_number("--steps", steps, 1, _MOST_STEPS)
-    where = _check_device(device)
-    seed_number = _check_whole_number("--seed", seed, 0, _LARGEST_SEED)
-    workspace_bytes = _check_whole_number("--workspace", workspace, 1, _LARGEST_WORKSPACE_MIB) * MIB
-    _check_packages(names)
+    step_count = check_whole_number("--steps", steps, 1, _MOST_STEPS)
+    where = check_device(device)
+    seed_number = check_seed(seed)
+    workspace_bytes = check_whole_number("--workspace", workspace, 1, _LARGEST_WORKSPACE_MIB) * MIB
+    require((*(package for name in names for package in MODELS[name].packages), _PICTURES), "compare")
     console = Console()
     with importable_from_here():
         if names:
@@ -121,15 +111,12 @@ def _check_model(own: dict[str, str | None]) -> list[str]:
     model = own["model"]
     if _OWN in model:
         return []
-    for option in ("config", "inputs", "batch"):
-        if own[option] is not None:
-            expected = "a model of your own, as --model module:callable"
-            raise _bad_value(f"--{option}", own[option], expected, f"leave --{option} out for the built-in models")
+    refuse_for_built_in({option: own[option] for option in ("config", "inputs", "batch")})
     if model == _BOTH:
         return list(MODELS)
     if model not in MODELS:
         expected = f"{', '.join(MODELS)}, {_BOTH} or module:callable"
-        raise _bad_value("--model", model, expected, "leave it out to train both")
+        raise bad_value("--model", model, expected, "leave it out to train both")
     return [model]
 
 
@@ -142,52 +129,18 @@ def _own_workload(own: dict[str, str | None], seed: int, device: torch.device) -
         raise typer.BadParameter(str(error), param_hint=error.option) from error
 
 
-def _check_whole_number(option: str, text: str, least: int, most: int) -> int:
-    if not re.fullmatch(r"[0-9]+", text) or not least <= int(text) <= most:
-        expected = f"a whole number from {least} to {most}"
-        raise _bad_value(option, text, expected, f"for example {option} {max(least, 7)}")
-    return int(text)
-
-
-def _check_device(device: str) -> torch.device:
-    if device not in ("cpu", "cuda"):
-        raise _bad_value("--device", device, "cpu or cuda", "leave it out for cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
-        raise _bad_value("--device", device, f"a device that is there, but {why}", "use --device cpu")
-    return torch.device(device)
-
-
 def _make_folder(out: Path) -> Path:
     """`out` as an existing folder that can be written to."""
     if out.exists() and not out.is_dir():
-        raise _bad_value("--out", str(out), "a folder or a new path, but this is a file", "choose another path")
+        raise bad_value("--out", str(out), "a folder or a new path, but this is a file", "choose another path")
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
         expected = f"a folder that can be written to ({error.strerror})"
-        raise _bad_value("--out", str(out), expected, "choose another path") from error
+        raise bad_value("--out", str(out), expected, "choose another path") from error
     return out
-
-
-def _bad_value(option: str, got: str, expected: str, remedy: str) -> typer.BadParameter:
-    return typer.BadParameter(f"got {got!r}, expected {expected}; {remedy}", param_hint=option)
-
-
-def _check_packages(names: Sequence[str]) -> None:
-    """Exits with 1 and one line if an optional package that the run needs cannot be imported."""
-    for package in (*(package for name in names for package in MODELS[name].packages), _PICTURES):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            message = (
-                f"Error: compare needs {package}, which cannot be imported ({error}); "
-                "install what it needs with: pip install 'fused_remat[demo]'"
-            )
-            typer.echo(message, err=True)
-            raise typer.Exit(1) from error
 
 
 def load_workload(name: str) -> type[Workload]:

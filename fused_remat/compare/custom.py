@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.compare.factory import BadOption, build_model, find_callable, one_line, read_json
-from fused_remat.compare.inputs import MakeBatch, call, draw, from_shapes
+from fused_remat.compare.inputs import MakeBatch, arguments, draw, from_shapes
 from fused_remat.compare.workload import Workload
+from fused_remat.training_step import find_loss
 
 _RATE = 1e-4  # low: nothing is known of the model
 
@@ -61,8 +62,11 @@ class CustomModel(Workload):
     def batch(self, step: int) -> Any:
         return draw(self._make_batch, self._model, step, self.seed, self.device)
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return find_loss(call(model, batch))[0]
+    def inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return arguments(batch)
+
+    def loss_of(self, output: Any, batch: Any) -> Tensor:
+        return find_loss(output)[0]
 
     def validate(self, model: nn.Module) -> float:
         """The loss in evaluation mode on the batch of step 0: these data are not known to have a held-out part."""
@@ -88,7 +92,8 @@ class CustomModel(Workload):
                 "--model", f"the model cannot be copied (copy.deepcopy raised {one_line(error)})"
             ) from error
         try:
-            output = call(model, batch)
+            args, kwargs = arguments(batch)
+            output = model(*args, **kwargs)
         except Exception as error:
             raise BadOption(
                 "--model", f"its forward raised {one_line(error)}; check --config and the inputs"
@@ -114,39 +119,27 @@ def custom_workload(
     model: str, config: str | None, inputs: str | None, batch: str | None, seed: int, device: torch.device
 ) -> CustomModel:
     """The workload that these options of the command describe. Raises BadOption naming the one that is wrong."""
-    if (inputs is None) == (batch is None):
-        raise BadOption("--inputs" if inputs else "--batch", _which_inputs(model, both=inputs is not None))
+    make, described = find_inputs(model, inputs, batch)
     factory = find_callable("--model", model)
-    settings = {} if config is None else read_json("--config", config, (dict,), "an object of keyword arguments")
-    if inputs is not None:
-        make, described = from_shapes(
-            read_json("--inputs", inputs, (dict, list), "an object or a list that describes tensors")
-        )
-    else:
-        make, described = find_callable("--batch", batch), f"batches from {batch}"
+    settings = read_settings(config)
     return CustomModel(model, factory, settings, make, described, seed, device)
 
 
-def find_loss(output: Any) -> tuple[Tensor | None, str]:
-    """The scalar to train on, and in words what it is: see the docs of the command. None if there is none."""
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own.mean(), "the output's own .loss"
-    tensor = _first_floating(output)
-    if tensor is None:
-        return None, ""
-    if tensor.numel() == 1:
-        return tensor.reshape(()), "the model's scalar output"
-    return tensor.float().square().mean(), f"the mean square of the model's first output {list(tensor.shape)}"
+def read_settings(config: str | None) -> dict[str, Any]:
+    """The factory's keyword arguments, from the option --config. Raises BadOption."""
+    return {} if config is None else read_json("--config", config, (dict,), "an object of keyword arguments")
 
 
-def _first_floating(output: Any) -> Tensor | None:
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() else None
-    members = list(output.values()) if isinstance(output, dict) else output
-    if not isinstance(members, (tuple, list)):
-        members = list(vars(output).values()) if hasattr(output, "__dict__") else []
-    return next((found for member in members if (found := _first_floating(member)) is not None), None)
+def find_inputs(model: str, inputs: str | None, batch: str | None) -> tuple[MakeBatch, str]:
+    """What makes the batches of `model`, from the options --inputs and --batch, and a line about it.
+
+    Raises BadOption naming the option that is wrong or missing.
+    """
+    if (inputs is None) == (batch is None):
+        raise BadOption("--inputs" if inputs else "--batch", _which_inputs(model, both=inputs is not None))
+    if batch is not None:
+        return find_callable("--batch", batch), f"batches from {batch}"
+    return from_shapes(read_json("--inputs", inputs, (dict, list), "an object or a list that describes tensors"))
 
 
 def _which_inputs(model: str, *, both: bool) -> str:

@@ -76,11 +76,11 @@ def draw(make: MakeBatch, model: nn.Module, step: int, seed: int, device: torch.
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def call(model: nn.Module, batch: Any) -> Any:
-    """The model's output: a dict goes in by keyword, a tuple or list by position."""
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a model: a dict goes in by keyword, a tuple or list by position."""
     if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        return (), batch
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 def _spec(name: str, described: Any) -> Spec:

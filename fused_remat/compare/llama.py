@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,9 +93,11 @@ class SourceLlama(Workload):
         starts = torch.randint(len(self._train) - self.length, (self.batch_size,), generator=self.generator(1 + step))
         return self._windows(self._train, starts)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        inputs, targets = batch
-        return F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+    def inputs(self, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        return batch[:1], {}
+
+    def loss_of(self, output: Any, batch: Batch) -> Tensor:
+        return F.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten())
 
     def validate(self, model: nn.Module) -> float:
         """Mean cross entropy on 64 windows spread evenly over the held-out files."""

@@ -6,44 +6,27 @@ import base64
 from collections.abc import Sequence
 from html import escape
 
-from fused_remat.compare.picture import DARK, LIGHT, draw
+from fused_remat.compare.picture import draw
 from fused_remat.compare.report import Settings, explanations, notes, table_rows
 from fused_remat.compare.results import ModelResult
 from fused_remat.compare.variants import FUSED
+from fused_remat.show.html import document
+from fused_remat.show.theme import DARK, LIGHT
 
-_STYLE = """
-:root { color-scheme: light dark;
-  --ground: #ffffff; --ink: #1f2328; --quiet: #57606a; --line: #d8dee4; --accent: #0072b2; }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #15181d; --ink: #e6e8eb; --quiet: #a7afb9; --line: #2c323a; --accent: #56b4e9; }
-}
-body { background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto;
-  max-width: 70rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-.scroll { overflow-x: auto; }
-th, td { border-bottom: 1px solid var(--line); padding: .3rem .9rem; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; }
-.fused { color: var(--accent); font-weight: 600; }
-img { height: auto; margin: 1rem 0; max-width: 100%; }
-ul, .quiet { color: var(--quiet); font-size: .9rem; }
-dt { font-weight: 600; } dd { margin: 0 0 .4rem 1.2rem; }
-"""
+_STYLE = ".fused { color: var(--fused); font-weight: 600; }"
 
 
 def page(results: Sequence[ModelResult], settings: Settings) -> str:
     """The whole document. Every text in it is escaped; pictures are embedded once per colour scheme."""
     versions = ", ".join(f"{name} {version}" for name, version in settings.versions.items())
     kinds = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in explanations(results))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>fused-remat compare</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+    body = (
         "<h1>The same training, side by side</h1>\n"
         f"<dl>{kinds}</dl>\n"
         f'<p class="quiet">{escape(settings.device_name)}, {settings.threads} CPU threads, seed {settings.seed}; '
-        f"{escape(versions)}</p>\n{''.join(_section(result) for result in results)}</body>\n</html>\n"
+        f"{escape(versions)}</p>\n{''.join(_section(result) for result in results)}"
     )
+    return document("fused-remat compare", body, style=_STYLE)
 
 
 def _section(result: ModelResult) -> str:

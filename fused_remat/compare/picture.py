@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
@@ -16,23 +12,7 @@ from fused_remat.budget import MIB
 from fused_remat.compare.results import ModelResult
 from fused_remat.compare.variants import CHECKPOINT, FUSED, STOCK
 from fused_remat.measure import BACKWARD, FORWARD, Timeline
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Colours of one picture."""
-
-    ground: str
-    ink: str
-    grid: str
-    stock: str
-    checkpoint: str
-    fused: str
-
-
-# Okabe and Ito's colour-blind-safe palette; stock in grey, since it is what the others are held against.
-LIGHT = Theme("#ffffff", "#1f2328", "#e3e6ea", "#7a828c", "#d55e00", "#0072b2")
-DARK = Theme("#15181d", "#e6e8eb", "#2c323a", "#a7afb9", "#f0904a", "#56b4e9")
+from fused_remat.show.theme import LIGHT, Theme, style
 
 _INCHES = (11.0, 5.4)
 _DPI = 150
@@ -42,7 +22,7 @@ _SMALLEST_DIFFERENCE = 1e-8
 
 def draw(result: ModelResult, theme: Theme = LIGHT, *, heading: bool = True) -> bytes:
     """The picture as PNG, 1650 x 810 pixels; `heading` puts the model's title on top."""
-    with _style(theme):
+    with style(theme):
         figure = Figure(figsize=_INCHES, layout="constrained")
         if heading:
             figure.suptitle(result.title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
@@ -126,33 +106,3 @@ def passes(timeline: Timeline) -> tuple[list[float], list[float]]:
         positions += [offset + event / len(inside) for event in range(len(inside))]
         mib += [nbytes / MIB for nbytes in inside]
     return [*positions, 2.0], [*mib, mib[-1]]
-
-
-@contextmanager
-def _style(theme: Theme) -> Iterator[None]:
-    settings = {
-        "figure.facecolor": theme.ground,
-        "axes.facecolor": theme.ground,
-        "savefig.facecolor": theme.ground,
-        "text.color": theme.ink,
-        "axes.labelcolor": theme.ink,
-        "axes.titlecolor": theme.ink,
-        "axes.titlesize": 10.5,
-        "axes.titlelocation": "left",
-        "axes.edgecolor": theme.ink,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": theme.grid,
-        "xtick.color": theme.ink,
-        "ytick.color": theme.ink,
-        "legend.frameon": True,
-        "legend.facecolor": theme.ground,
-        "legend.edgecolor": theme.ground,
-        "legend.framealpha": 1.0,
-        "font.family": "DejaVu Sans",
-        "font.size": 9.5,
-    }
-    with matplotlib.rc_context(settings):
-        yield

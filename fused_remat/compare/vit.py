@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
@@ -81,9 +83,11 @@ class DigitsVit(Workload):
         chosen = order[position * self.batch_size : (position + 1) * self.batch_size].to(self.device)
         return images[chosen], labels[chosen]
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(model(images), labels)
+    def inputs(self, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        return batch[:1], {}
+
+    def loss_of(self, output: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(output, batch[1])
 
     def validate(self, model: nn.Module) -> float:
         """Share of the held-out digits that are classified correctly, 0 to 1."""

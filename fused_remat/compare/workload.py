@@ -67,8 +67,17 @@ class Workload(ABC):
         """The inputs (and targets) of optimizer step `step` (from 0)."""
 
     @abstractmethod
+    def inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the model for `batch`."""
+
+    @abstractmethod
+    def loss_of(self, output: Any, batch: Batch) -> Tensor:
+        """The training loss of what the model returned, a scalar in `unit`."""
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The training loss, a scalar in `unit`."""
+        args, kwargs = self.inputs(batch)
+        return self.loss_of(model(*args, **kwargs), batch)
 
     @abstractmethod
     def validate(self, model: nn.Module) -> float:

@@ -1,35 +1,36 @@
 """`convert` and `revert`: let the layers of an existing model drop their activations, without changing the model.
 
 How it works, in reading order: `select` picks modules; for MLPs, `patterns` proposes where the parts might be,
-`behaviour` proves a proposal by running the layer's code on a tiny copy, `inline` finds MLPs written in a block's
-forward, which `promises` runs, `near_misses` says why not where no layer or method is the MLP; `attention` recognises
-nn.MultiheadAttention, `attention_examine` the attentions of other libraries (`attention_layout` proposes,
+`behaviour` proves a proposal by running the layer's code on a tiny copy (`small_copy`), `inline` finds MLPs written in
+a block's forward, which `promises` runs, `near_misses` says why not where no layer or method is the MLP; `attention`
+recognises nn.MultiheadAttention, `attention_examine` the attentions of other libraries (`attention_layout` proposes,
 `attention_probe` and `attention_judge` prove, `attention_call` reads their arguments); `norm_examine` the norms in
-front of these layers; `adapters` says what a linear contributes; `rebind` gives a layer a subclass of its own class,
-which runs the records that `fused`, `promises`, `attention`, `attention_layer` and `norms` define.
+front of these layers; `adapters` says what a linear contributes; `gather` puts the verdicts together; `rebind` gives a
+layer a subclass of its own class, which runs the records that `fused`, `promises`, `attention`, `attention_layer` and
+`norms` define; those of `own` are for modules of `fused_remat.nn`, which policies and plans alone change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fused_remat.convert.attention import FusedAttention, examine_attention
-from fused_remat.convert.attention_examine import examine_attention_layer
-from fused_remat.convert.attention_layer import FusedAttentionLayer
-from fused_remat.convert.callers import discards_weights
-from fused_remat.convert.examine import examine, why_already
-from fused_remat.convert.fused import Layout
-from fused_remat.convert.keep import Keeps, check_keeps
-from fused_remat.convert.norm_examine import examine_norm
+from fused_remat._folding import MODEL
+from fused_remat._profiled import HINT, was_profiled
+from fused_remat.convert.examine import why_already
+from fused_remat.convert.gather import Found, note_on, uncovered, verdicts, with_norms
+from fused_remat.convert.keep import check_keeps
 from fused_remat.convert.promises import InlineMLP
-from fused_remat.convert.rebind import Record, bind, records_of, unbind
+from fused_remat.convert.rebind import bind, unbind
 from fused_remat.convert.report import Entry, Report
 from fused_remat.convert.select import Selector, select
 from fused_remat.settings import Keep
+
+if TYPE_CHECKING:
+    from fused_remat.policy import Assignment
 
 __all__ = ["Entry", "Report", "convert", "revert"]
 
@@ -38,6 +39,9 @@ def convert(
     model: nn.Module,
     *,
     keep: Keep | Mapping[str, Keep] | None = None,
+    policy: str | Mapping[str, Any] | Assignment | Any = None,
+    every: int = 1,
+    verify: str | None = None,
     need_weights: bool = True,
     include: Selector | Iterable[Selector] | None = None,
     exclude: Selector | Iterable[Selector] | None = None,
@@ -65,6 +69,15 @@ def convert(
             "k", "v" and "out" of an attention; () is nothing at all. A float in [0, 1]: the fraction of hidden features
             of an MLP whose up and gate are kept, and "out". A mapping chooses for each kind: {"mlp": a tuple or float,
             "attention": a tuple}.
+        policy: in the place of `keep`, who keeps what by name: "everything", "selective", "full" or "sqrt", rules by
+            module name, or a plan; `fused_remat.policies` says what they are. It decides for all layers, those that
+            are converted already included, and may recompute blocks as regions.
+        every: with a policy by name or rules: it holds for every n-th block of a chain of equal blocks, from the first
+            on; the layers of the others run their own code.
+        verify: with a policy: whether the regions that it makes compare what they rebuilt with what forward made:
+            "off", "once" (the first time) or "always"; `fused_remat.RematError` names the first tensor that differs.
+            None: as a plan's own `Assignment` says, else "off". Fused layers are no regions: what they rebuild is
+            not compared.
         need_weights: False: attentions return None instead of weights, even where a call asks for them, as
             nn.MultiheadAttention's default does. The report names the attentions whose caller throws them away.
         include: which modules to look at; None for all. A module path as in `named_modules` (with everything below
@@ -80,32 +93,50 @@ def convert(
         Converting again changes nothing: layers that are fused already are among the skipped.
 
     Raises:
-        TypeError: `model` is not a module; `keep`, `need_weights`, `include` or `exclude` of another kind than above.
-        ValueError: `keep` out of range or with an unknown name; a name in `include` or `exclude` that matches nothing;
-            with `strict`, the layers that cannot be converted and why.
+        TypeError: `model` is not a module; `keep`, `policy`, `every`, `need_weights`, `include` or `exclude` of another
+            kind than above.
+        ValueError: `keep` or `every` out of range, `keep`, `policy` or `verify` with an unknown name, `policy` beside
+            `keep`, `verify` without a `policy`; a name in `include` or `exclude` that matches nothing; with `strict`,
+            the layers that cannot be converted and why.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if not isinstance(need_weights, bool):
         raise TypeError(f"need_weights must be a bool, got {need_weights!r}")
+    if policy is not None:
+        if keep is not None:
+            raise ValueError(f"keep and policy exclude each other, got keep={keep!r} and policy={policy!r}; drop one")
+        from fused_remat.policy.apply import apply_policy  # that builds on this package
+
+        return apply_policy(
+            model, policy, every, verify, include=include, exclude=exclude, need_weights=need_weights, dry_run=dry_run,
+            strict=strict,
+        )  # fmt: skip
+    if every != 1:
+        raise ValueError(f"every={every!r} goes with a policy; give policy=, or leave every out")
+    if verify is not None:
+        raise ValueError(
+            f"verify={verify!r} compares what regions rebuild, and without a policy there are none; give policy=, or "
+            "leave verify out"
+        )
     keeps = check_keeps(keep)
     chosen = select(model, include, exclude)
-    found: list[tuple[Entry, nn.Module, Record]] = []
+    found: list[Found] = []
     report, refused = Report(dry_run=dry_run), []
-    for name, layer, verdict in _verdicts(chosen, keeps, need_weights):
+    for name, layer, verdict in verdicts(chosen, keeps, need_weights):
         entry = Entry(name, type(layer).__name__)
         if isinstance(verdict, str):
             report.skipped.append(replace(entry, reason=verdict))
             refused += [report.skipped[-1]] if why_already(layer) is None else []
         else:
-            entry = replace(entry, kind=verdict.kind, became=verdict.describe(), note=_note(model, name, verdict))
+            entry = replace(entry, kind=verdict.kind, became=verdict.describe(), note=note_on(model, name, verdict))
             found.append((entry, layer, verdict))
-    found = _with_norms(model, chosen, found)
-    report.skipped, refused = _uncovered(report.skipped, found), _uncovered(refused, found)
+    found = with_norms(model, chosen, found)
+    report.skipped, refused = uncovered(report.skipped, found), uncovered(refused, found)
     if strict and refused:
-        lines = "".join(f"\n  {entry.name or '(the model)'} ({entry.class_name}): {entry.reason}" for entry in refused)
-        raise ValueError(f"strict=True, and these layers cannot be converted (nothing was changed):{lines}")
+        raise not_strictly(refused)
     report.converted = [entry for entry, _, _ in found]
+    report.notes = [HINT] if found and not was_profiled(model) else []
     if not dry_run:
         for _, layer, record in found:
             bind(layer, record)
@@ -117,74 +148,10 @@ def convert(
     return report
 
 
-def _verdicts(
-    chosen: list[tuple[str, nn.Module]], keeps: Keeps, need_weights: bool
-) -> Iterator[tuple[str, nn.Module, Record | str]]:
-    """The record or the reason for every layer that looks like an MLP or attention."""
-    known_mlps: set[Layout] = set()
-    known_attentions: dict[Any, Any] = {}
-    for name, layer in chosen:
-        already = why_already(layer)
-        if already is not None:
-            yield name, layer, already
-            continue
-        attention = examine_attention(layer, keeps.attention, need_weights)
-        if attention is None:
-            attention = examine_attention_layer(layer, keeps.attention, known_attentions)
-        verdict = examine(layer, keeps.mlp, known_mlps) if attention is None else attention
-        if verdict is not None:
-            yield name, layer, verdict
-
-
-def _with_norms(
-    model: nn.Module, chosen: list[tuple[str, nn.Module]], found: list[tuple[Entry, nn.Module, Record]]
-) -> list[tuple[Entry, nn.Module, Record]]:
-    """`found` and the norms beside these layers, which the fused calls can apply themselves; in model order."""
-    modules = dict(model.named_modules())
-    # The code that hands a norm's result to a fused layer is that of the layer itself, where a method of it is fused,
-    # of its parent, or of the parent of a container around it.
-    callers = {}
-    for entry, layer, record in found:
-        if not record.takes_norm:
-            continue
-        above = entry.name.rpartition(".")[0]
-        if record.method != "forward" or isinstance(record, InlineMLP):
-            callers[layer] = None
-            continue
-        callers[modules[above]] = None
-        if isinstance(modules[above], (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            callers[modules[above.rpartition(".")[0]]] = None
-    norms = []
-    for name, layer in chosen:
-        parent = modules.get(name.rpartition(".")[0])
-        if name and parent in callers and not records_of(layer):
-            record = examine_norm(layer, parent)
-            if record is not None:
-                entry = Entry(name, type(layer).__name__, kind=record.kind, became=record.describe())
-                norms.append((entry, layer, record))
-    order = {layer: i for i, (_, layer) in enumerate(chosen)}
-    return sorted([*norms, *found], key=lambda item: order[item[1]])
-
-
-def _uncovered(skipped: list[Entry], found: list[tuple[Entry, nn.Module, Record]]) -> list[Entry]:
-    """`skipped` without modules whose work the fused call of a module above them does."""
-    covered = {
-        ".".join(filter(None, (entry.name, *path)))
-        for entry, _, record in found
-        if isinstance(record, FusedAttentionLayer)
-        for path in record.covers
-    }
-    return [entry for entry in skipped if entry.name not in covered]
-
-
-def _note(model: nn.Module, name: str, record: Record) -> str:
-    if not isinstance(record, FusedAttention) or not record.need_weights or not name:
-        return ""
-    parent, _, child = name.rpartition(".")
-    caller = model.get_submodule(parent)
-    if not discards_weights(caller, child):
-        return ""
-    return f"makes weights that {type(caller).__name__} throws away; convert(..., need_weights=False) leaves them out"
+def not_strictly(refused: Iterable[Entry]) -> ValueError:
+    """The error of `strict`, for the layers that cannot be converted."""
+    lines = "".join(f"\n  {entry.name or MODEL} ({entry.class_name}): {entry.reason}" for entry in refused)
+    return ValueError(f"strict=True, and these layers cannot be converted (nothing was changed):{lines}")
 
 
 def revert(model: nn.Module) -> list[str]:

@@ -23,6 +23,7 @@ from fused_remat.convert.attention_call import (
 from fused_remat.convert.attention_layer import FusedAttentionLayer
 from fused_remat.convert.attention_layout import AttentionLayout, layouts, named_parts
 from fused_remat.convert.attention_probe import BASE, FEATURES, LONGEST, Probe, longest_attribute, takes
+from fused_remat.convert.fingerprint import COUNTED, PLACE, VALUES, fingerprint
 from fused_remat.convert.fused import Path, child_names, find, why_changed
 from fused_remat.convert.norm_examine import examine_norm
 from fused_remat.convert.norms import FusedNorm
@@ -37,11 +38,6 @@ _WORDS = (
     "flex_attention",
     "self.self(",
 )
-
-# What says where a module is, or what state it is in, instead of what it computes; and the containers of nn.Module.
-_PLACE = frozenset(("training", *vars(nn.Module())))
-_COUNTED = frozenset(("layer_idx", "layer_id", "gradient_checkpointing"))
-_VALUES = (str, int, float, bool, tuple)
 
 
 def examine_attention_layer(layer: nn.Module, keep: tuple[str, ...], known: dict[Any, Any]) -> Any:
@@ -62,25 +58,6 @@ def examine_attention_layer(layer: nn.Module, keep: tuple[str, ...], known: dict
     if not isinstance(verdict, FusedAttentionLayer):
         return verdict
     return why_changed(layer, verdict) or why_no_subclass(type(layer), "forward") or verdict
-
-
-def fingerprint(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that differ in nothing but the values of parameters and their place in a model."""
-    # transformers counts its layers for their caches; elsewhere a number of the layer may mean anything.
-    place = _PLACE | _COUNTED if type(module).__module__.startswith("transformers.") else _PLACE
-    mine = {name: value for name, value in vars(module).items() if name not in place}
-    own = tuple((n, repr(v) if v is None or isinstance(v, _VALUES) else id(v)) for n, v in mine.items())
-    parameters = tuple((n, None if t is None else tuple(t.shape)) for n, t in module._parameters.items())
-    buffers = tuple((n, _contents(t)) for n, t in module._buffers.items())
-    children = tuple((n, None if c is None else fingerprint(c)) for n, c in module._modules.items())
-    return type(module), type(module).forward, own, parameters, buffers, children
-
-
-def _contents(tensor: torch.Tensor | None) -> Any:
-    if tensor is None or tensor.is_meta:
-        return None if tensor is None else tuple(tensor.shape)
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
-    return tuple(tensor.shape), tensor.dtype, hash(flat.numpy().tobytes()) if tensor.numel() else 0
 
 
 def _examine(layer: nn.Module, keep: tuple[str, ...]) -> FusedAttentionLayer | str | None:
@@ -205,6 +182,6 @@ def _settings(layer: nn.Module, layout: AttentionLayout) -> Iterator[tuple[Path,
     called = [path for path, _ in _parts(layer, layout) if path != layout.dropout]
     for path in dict.fromkeys((layout.core, (), *called)):
         for name, value in vars(find(layer, path)).items():
-            simple = value is None or type(value) in _VALUES
-            if simple and name not in _PLACE | _COUNTED and (*path, name) != layout.dropout:
+            simple = value is None or type(value) in VALUES
+            if simple and name not in PLACE | COUNTED and (*path, name) != layout.dropout:
                 yield path, name, value

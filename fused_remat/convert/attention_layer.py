@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fused_remat import functional, tensor_parallel
+from fused_remat import functional, last_calls, tensor_parallel
 from fused_remat.convert.adapters import adapted
 from fused_remat.convert.attention_call import (
     IMPLEMENTATIONS,
@@ -26,6 +26,7 @@ from fused_remat.convert.attention_call import (
 )
 from fused_remat.convert.attention_layout import BLOCKS, HEADS, PREFIXES, AttentionLayout
 from fused_remat.convert.fused import Path, find, note_own_code, why_changed
+from fused_remat.convert.keep import of_workspace
 from fused_remat.convert.norms import FusedNorm, source_of
 from fused_remat.plain import PLAIN_TENSOR_TYPES, is_dtensor, why_watched
 from fused_remat.settings import LowRank, Norm
@@ -50,6 +51,7 @@ class FusedAttentionLayer:
     settings: tuple[tuple[Path, str, Any], ...]  # (part, attribute, value) that the replaced code reads
     children: tuple[tuple[Path, tuple[str, ...]], ...]  # names of all modules that the replaced code may call
     head_norms: tuple[FusedNorm, FusedNorm] | None = None  # of q and k
+    workspace: int | None = None  # bytes; None: whatever is in force when it is called
     method: ClassVar[str] = "forward"
     kind: ClassVar[str] = "attention"
 
@@ -67,7 +69,7 @@ class FusedAttentionLayer:
         heads = f"{self.layout.num_heads} heads"
         if self.layout.num_kv_heads != self.layout.num_heads:
             heads += f" on {self.layout.num_kv_heads}"
-        return f"attention, {heads}, keep={self.keep}"
+        return f"attention, {heads}, keep={self.keep}{of_workspace(self.workspace)}"
 
     def why_not_split(self, linears: list[nn.Module]) -> str | None:
         """Why the fused call cannot run on shards of `linears`; None if it can."""
@@ -257,6 +259,7 @@ def run(layer: nn.Module, fused: FusedAttentionLayer, call: Call) -> Tensor:
     else:
         read_from, keys = split.enter(x), None if keys is None else split.enter(keys)
         (*weights, w_out), (*biases, b_out), adapters = split.weights, split.biases, (*none, None)
+    last_calls.note_fused(layer, read_from, *(() if keys is None else (keys,)))
     y = functional.multi_head_attention(
         read_from,
         keys,
@@ -276,6 +279,7 @@ def run(layer: nn.Module, fused: FusedAttentionLayer, call: Call) -> Tensor:
         rotary=call.inputs.rotary,
         rotary_interleaved=layout.interleaved,
         keep=fused.keep,
+        workspace=fused.workspace,
         **_head_settings(layer, fused),
         **_adapters(adapters),
     )

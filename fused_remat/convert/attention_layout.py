@@ -17,6 +17,7 @@ from fused_remat.convert.adapters import base_of
 from fused_remat.convert.attention_call import ROLES, implementation, parameter_names
 from fused_remat.convert.fused import Path, find
 from fused_remat.convert.patterns import features, is_linear_like
+from fused_remat.plain import held
 
 # What the linears are called, by the part that they play.
 Q_NAMES = ("q_proj", "query", "q", "wq", "to_q", "q_lin", "linear_q")
@@ -185,7 +186,7 @@ def _with_heads(layer: nn.Module, parts: AttentionLayout) -> Iterator[AttentionL
 def _with_settings(layer: nn.Module, parts: AttentionLayout) -> Iterator[AttentionLayout]:
     """`parts` with every combination of settings that its attributes suggest."""
     core = find(layer, parts.core)
-    if all(isinstance(getattr(core, name, None), nn.Parameter) for name in ("q_bias", "v_bias")):
+    if all(isinstance(held(core, name), nn.Parameter) for name in ("q_bias", "v_bias")):
         parts = replace(parts, own_biases=("q_bias", "k_bias", "v_bias"))
     method = next((name for name in BIAS_METHODS if callable(getattr(core, name, None))), "")
     parts = replace(parts, bias_method=method)

@@ -29,10 +29,21 @@ from fused_remat.convert.attention_call import (
 from fused_remat.convert.attention_judge import Observation, Recording, Scenario, leaves_of, why_not_attention
 from fused_remat.convert.attention_layer import prefix
 from fused_remat.convert.attention_layout import AttentionLayout
-from fused_remat.convert.behaviour import Marker, copy_module, isolated, small_linear
 from fused_remat.convert.fused import Path, find
 from fused_remat.convert.norms import FusedNorm
 from fused_remat.convert.patterns import features, is_linear_like
+from fused_remat.convert.small_copy import (
+    Marker,
+    Tensors,
+    copy_module,
+    first_line,
+    isolated,
+    marker_factors,
+    random_linear,
+    small_linear,
+    twin,
+)
+from fused_remat.plain import has_values, held
 from fused_remat.settings import Norm
 
 _SMALL = 8  # input width of the copy
@@ -118,8 +129,7 @@ class Probe:
                     try:
                         return _observe(self.layer, layout, self.linear, self.norms, d, tried)
                     except Exception as error:  # the layer's code may raise anything when it is no attention
-                        text = str(error).strip().splitlines()
-                        reason = f"its forward fails on a small copy: {text[0] if text else type(error).__name__}"
+                        reason = f"its forward fails on a small copy: {first_line(error)}"
         return reason
 
 
@@ -154,17 +164,18 @@ def _observe(
 ) -> Observation:
     random = torch.Generator("cpu").manual_seed(21)
     around = [path for path in (*layout.after, layout.norm) if path]
-    factors = {path: 0.75 + 0.25 * i for i, path in enumerate(sorted(around))}
+    factors = marker_factors(around)
     parts: dict[Path, Any] = {path: Marker(factor) for path, factor in factors.items()}
     for path in layout.linears:
         rows_in, rows_out = features(base_of(find(layer, path)))
         shape = (d, rows_in) if path == layout.out else (rows_out, d)
         scale = _large(layout).get(path, 1.0) if _is_long(scenario) else 1.0
-        parts[path] = _small_linear(linear, base_of(find(layer, path)), shape, scenario.training, random, scale)
+        is_biased = held(base_of(find(layer, path)), "bias") is not None
+        parts[path] = small_linear(linear, *random_linear(shape, is_biased, random, scale), scenario.training)
     for path, norm in zip((layout.q_norm, layout.k_norm), norms, strict=False):
         parts[path] = _exact_norm(norm, find(layer, path), random)
     recorded = parts[layout.out] = Recording(parts[layout.out])
-    copy = _twin(layer, parts, scenario.training)
+    copy = twin(layer, parts, scenario.training, tensors=_own_tensors, brings=_brings)
     _set_dropout(copy, layout, 0.5 if scenario.dropped else 0.0)
     call = _arguments(layer, layout, d, scenario, random)
     x = call[parameter_names(type(layer))[0]].requires_grad_()
@@ -186,35 +197,11 @@ def _observe(
     return Observation(scenario, copy, inputs, returns, dout, y, gradients, factors, recorded.given)
 
 
-def _small_linear(
-    cls: type[nn.Module],
-    original: nn.Module,
-    shape: tuple[int, int],
-    training: bool,
-    random: torch.Generator,
-    scale: float,
-) -> nn.Module:
-    """A linear of that [out, in] shape with random values, and a bias if the original has one."""
-    weight, bias = (torch.randn(s, generator=random, dtype=torch.float64) * scale for s in (shape, shape[:1]))
-    weight, bias = weight.requires_grad_(), bias.requires_grad_()
-    return small_linear(cls, weight, None if getattr(original, "bias", None) is None else bias, training)
+def _brings(child: nn.Module) -> bool:
+    return not child._modules and not is_linear_like(child)
 
 
-def _twin(module: nn.Module, parts: dict[Path, Any], training: bool, path: Path = ()) -> nn.Module:
-    """A copy of `module` with `parts` in their places; its own tensors are copied, other children stay out."""
-    children = {}
-    for name, child in module._modules.items():
-        below = (*path, name)
-        if child is None or below in parts:
-            children[name] = parts.get(below)
-        elif any(part[: len(below)] == below for part in parts):
-            children[name] = _twin(child, parts, training, below)
-        elif not child._modules and not is_linear_like(child):
-            children[name] = copy_module(child, training, **_own_tensors(child))
-    return copy_module(module, training, _modules=children, **_own_tensors(module))
-
-
-def _own_tensors(module: nn.Module) -> dict[str, dict[str, Tensor | None]]:
+def _own_tensors(module: nn.Module) -> Tensors:
     parameters = {name: t if t is None else _made_anew(t) for name, t in module._parameters.items()}
     buffers = {name: t if t is None else _as_it_is(t) for name, t in module._buffers.items()}
     return {"_parameters": parameters, "_buffers": buffers}
@@ -226,10 +213,10 @@ def _made_anew(tensor: Tensor) -> Tensor:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     """A buffer's own values, where it has any: a table or a mask says what the code does."""
-    if tensor.is_meta:
+    if not has_values(tensor):
         return _made_anew(tensor)
-    values = tensor.detach().cpu()
-    return values.double() if values.is_floating_point() else values.clone()
+    dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", dtype, copy=True)
 
 
 def _large(layout: AttentionLayout) -> dict[Path, float]:

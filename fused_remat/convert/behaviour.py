@@ -10,10 +10,8 @@ large, on the meta device or sharded) and random states are untouched.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,51 +21,26 @@ from torch.nn.parameter import is_lazy
 
 from fused_remat import reference
 from fused_remat.activations import ACTIVATIONS
+from fused_remat.convert.adapters import base_of
 from fused_remat.convert.fused import Layout, Path, find
+from fused_remat.convert.small_copy import (
+    Marker,
+    copy_module,
+    first_line,
+    isolated,
+    marker_factors,
+    own_tensor,
+    random_linear,
+    small_linear,
+    twin,
+)
+from fused_remat.plain import held
 
 _D, _F = 5, 7  # model and hidden width of the copy
+_LARGEST = 1 << 20  # bytes of tensors that an activation may have
 _TOLERANCE = 1e-10  # relative; the two GELUs differ by 5e-4
 # Token rows from tiny to huge, so that a clamp or a clip shows.
 _ROW_SCALES = torch.tensor([0.01, 0.3, 1.0, 3.0, 30.0, 1e4], dtype=torch.float64, device="cpu").view(2, 3, 1)
-
-
-class Marker(nn.Dropout):
-    """Stands for a dropout, norm or other module around the MLP: scales by `factor`."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x * self.factor
-
-
-@contextlib.contextmanager
-def isolated() -> Iterator[None]:
-    """On the CPU, with gradients, without autocast, warnings or traces in torch's random state."""
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.device("cpu"),
-        torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        yield
-
-
-@functools.cache
-def _unhooked(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (cls,), {"__call__": cls.forward, "__module__": cls.__module__})
-
-
-def copy_module(module: nn.Module, training: bool, **changes: Any) -> nn.Module:
-    """A copy whose call is its class's forward, with some of its `__dict__` replaced; its containers are its own."""
-    copy = object.__new__(_unhooked(type(module)))
-    own = {name: value.copy() for name, value in vars(module).items() if isinstance(value, (dict, list, set))}
-    copy.__dict__.update(vars(module) | own | {"training": training} | changes)
-    return copy
 
 
 def _grid() -> Tensor:
@@ -146,11 +119,23 @@ def _width_out(module: nn.Module) -> int:
     """Features that a copy of `module` and its children makes of a 1-dim tensor; 0 if it needs something else."""
     with isolated():
         try:
-            children = {name: child and copy_module(child, training=False) for name, child in module._modules.items()}
-            y = copy_module(module, training=False, _modules=children)(_grid())
+            children = {name: child and _copy_of_small(child, False) for name, child in module._modules.items()}
+            y = _copy_of_small(module, False, _modules=children)(_grid())
             return y.numel() if y.dim() == 1 else 0
         except Exception:  # needs other arguments or shapes
             return 0
+
+
+def _copy_of_small(module: nn.Module, training: bool, **changes: Any) -> nn.Module:
+    """A copy of an activation or its like that shares no tensor with it.
+
+    Raises ValueError where its tensors are larger than those of an activation.
+    """
+    tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    if sum(t.nbytes for t in tensors) > _LARGEST:
+        raise ValueError(f"it has more than {_LARGEST} bytes of tensors of its own")
+    own = {name: None if t is None else own_tensor(t) for name, t in module._parameters.items()}
+    return copy_module(module, training, _parameters=own, **changes)
 
 
 @dataclass(frozen=True)
@@ -158,7 +143,7 @@ class Observation:
     """One run of a layer's code on a small copy: what went in, what came out, in one mode."""
 
     mode: str  # "in evaluation" or "in training"
-    weights: dict[Path, list[Tensor | None]]  # [weight, bias] of each linear, float64
+    weights: dict[Path, tuple[Tensor, Tensor | None]]  # [weight, bias] of each linear, float64
     factors: dict[Path, float]  # of each marker
     x: Tensor  # [2, 3, D] float64
     dout: Tensor  # [2, 3, D] float64
@@ -183,8 +168,7 @@ def observe(layer: nn.Module, layout: Layout, linear: type[nn.Module]) -> list[O
             try:
                 observations.append(_observe_either(layer, layout, linear, training, mode))
             except Exception as error:  # the layer's code may raise anything when it is not an MLP
-                text = str(error).strip().splitlines()
-                return f"its {layout.method} fails {mode} on a small copy: {text[0] if text else type(error).__name__}"
+                return f"its {layout.method} fails {mode} on a small copy: {first_line(error)}"
     return observations
 
 
@@ -236,7 +220,7 @@ def _widths(layer: nn.Module, layout: Layout, linear: type[nn.Module]) -> dict[i
     """The layer's own widths, and those of the copy; nothing where two of them cannot be told apart."""
     pairs = []
     for path, sizes in ((layout.up, (2 * _F if layout.packed else _F, _D)), (layout.down, (_D, _F))):
-        weight = getattr(find(layer, path), "weight", None)
+        weight = held(base_of(find(layer, path)), "weight")
         if not isinstance(weight, Tensor) or is_lazy(weight) or weight.dim() != 2:
             return {}
         pairs += zip(weight.shape if linear is nn.Linear else weight.shape[::-1], sizes, strict=True)
@@ -247,56 +231,34 @@ def _observe(layer: nn.Module, layout: Layout, linear: type[nn.Module], training
     random = torch.Generator("cpu").manual_seed(20)
     up_shape = (2 * _F if layout.packed else _F, _D)
     weights = {
-        path: _weights(layer, path, (_D, _F) if path == layout.down else up_shape, random)
+        path: random_linear((_D, _F) if path == layout.down else up_shape, _is_biased(find(layer, path)), random)
         for path in sorted(layout.linears)
     }
     around = {path for path in (layout.dropout, *layout.before, *layout.after, layout.norm) if path}
-    factors = {path: 0.75 + 0.25 * i for i, path in enumerate(sorted(around))}
+    factors = marker_factors(around)
     parts: dict[Path, Any] = {path: Marker(factor) for path, factor in factors.items()}
     parts |= {path: small_linear(linear, *weights[path], training) for path in layout.linears}
     for path in (layout.act, *layout.through):
         part = find(layer, path) if path else None
         if part is not None and not part._modules:
-            parts[path] = copy_module(part, training)
+            parts[path] = _copy_of_small(part, training)
 
     x = torch.randn(2, 3, _D, generator=random, dtype=torch.float64) * _ROW_SCALES
     dout = torch.randn(2, 3, _D, generator=random, dtype=torch.float64)
     x.requires_grad_()
-    y = getattr(type(layer), layout.method)(_twin(layer, parts, training), x)
+    y = getattr(type(layer), layout.method)(twin(layer, parts, training), x)
     if not isinstance(y, Tensor):
         raise TypeError(f"it returns a {type(y).__name__} instead of a tensor")
     gradients = torch.autograd.grad(y, _differentiable(x, weights), dout, retain_graph=True, allow_unused=True)
     return Observation(mode, weights, factors, x, dout, y, gradients)
 
 
-def _differentiable(x: Tensor, weights: dict[Path, list[Tensor | None]]) -> list[Tensor]:
+def _differentiable(x: Tensor, weights: dict[Path, tuple[Tensor, Tensor | None]]) -> list[Tensor]:
     return [x, *[tensor for pair in weights.values() for tensor in pair if tensor is not None]]
 
 
-def _weights(layer: nn.Module, path: Path, shape: tuple[int, int], random: torch.Generator) -> list[Tensor | None]:
-    """Random [out, in] weight and [out] bias in the place of those of the linear at `path`."""
-    weight = torch.randn(shape, generator=random, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(shape[0], generator=random, dtype=torch.float64, requires_grad=True)
-    return [weight, None if getattr(find(layer, path), "bias", bias) is None else bias]
-
-
-def small_linear(cls: type[nn.Module], weight: Tensor, bias: Tensor | None, training: bool) -> nn.Module:
-    fan_out, fan_in = weight.shape
-    transposed = cls is not nn.Linear
-    linear = cls(fan_out, fan_in) if transposed else cls(fan_in, fan_out, bias is not None)
-    return copy_module(linear, training, _parameters={"weight": weight.t() if transposed else weight, "bias": bias})
-
-
-def _twin(module: nn.Module, parts: dict[Path, Any], training: bool, path: Path = ()) -> nn.Module:
-    """A copy of `module` with `parts` in their places, and nothing else: no other children, no own tensors."""
-    children = {}
-    for name, child in module._modules.items():
-        below = (*path, name)
-        if below in parts:
-            children[name] = parts[below]
-        elif any(part[: len(below)] == below for part in parts):
-            children[name] = _twin(child, parts, training, below)
-    return copy_module(module, training, _modules=children, _parameters={}, _buffers={})
+def _is_biased(linear: nn.Module) -> bool:
+    return held(base_of(linear), "bias", linear) is not None
 
 
 def _expected(layout: Layout, seen: Observation) -> Tensor:

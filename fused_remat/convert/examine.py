@@ -18,6 +18,7 @@ from fused_remat.convert.behaviour import (
     overwrites_input,
     why_not_mlp,
 )
+from fused_remat.convert.fingerprint import fingerprint
 from fused_remat.convert.fused import INTERLEAVED, Fused, Layout, Path, child_names, find, why_changed
 from fused_remat.convert.inline import inline_layout
 from fused_remat.convert.near_misses import NEAR_MISSES
@@ -40,28 +41,46 @@ def why_already(layer: nn.Module) -> str | None:
     return f"already converted: {became}; revert it to choose again" if became else None
 
 
-def examine(layer: nn.Module, keep: Keep, known: set[Layout]) -> Fused | InlineMLP | str | None:
+class Known:
+    """What was found out about the layers of one model so far: models repeat their layers."""
+
+    def __init__(self) -> None:
+        self.layouts: set[Layout] = set()  # that fitted: they are tried first
+        self.verdicts: dict[Any, Any] = {}  # by fingerprint
+
+
+def examine(layer: nn.Module, keep: Keep, known: Known) -> Fused | InlineMLP | str | None:
     """The record with which `layer` can run fused, the reason why it cannot, or None if it does not look like an MLP.
 
-    `known` collects the layouts that fitted so far; they are tried first, as models repeat their layers.
+    Layers that differ in nothing but weights are tried once.
     """
     if isinstance(layer, torch.jit.ScriptModule):
         return None
-    first_reason = None
-    for propose in PATTERNS.values():
-        proposal = propose(layer)
-        if proposal is None:
-            continue
-        verdict = _settle(layer, proposal, keep, known)
+    proposals = [proposal for propose in PATTERNS.values() if (proposal := propose(layer)) is not None]
+    if proposals:
+        likeness = fingerprint(layer)
+        if likeness not in known.verdicts:
+            known.verdicts[likeness] = _examine(layer, proposals, keep, known.layouts)
+        verdict = known.verdicts[likeness]
         if isinstance(verdict, Fused):
+            return _why_not_now(layer, verdict) or verdict
+        if verdict is not None:
             return verdict
-        first_reason = first_reason or verdict
-    if first_reason is not None:
-        return first_reason
     layout = inline_layout(layer)
     if layout is not None:
         return _inline(layer, layout, keep)
     return next(filter(None, (near_miss(layer) for near_miss in NEAR_MISSES)), None)
+
+
+def _examine(layer: nn.Module, proposals: list[Proposal], keep: Keep, known: set[Layout]) -> Fused | str | None:
+    """The first proposal that holds, or the first reason why one does not."""
+    first_reason = None
+    for proposal in proposals:
+        verdict = _settle(layer, proposal, keep, known)
+        if isinstance(verdict, Fused):
+            return verdict
+        first_reason = first_reason or verdict
+    return first_reason
 
 
 def _inline(layer: nn.Module, layout: Layout, keep: Keep) -> InlineMLP | str:
@@ -103,8 +122,7 @@ def _settle(layer: nn.Module, proposal: Proposal, keep: Keep, known: set[Layout]
         mismatch = seen if isinstance(seen, str) else why_not_mlp(layout, seen)
         if mismatch is None:
             known.add(layout)
-            fused = _record(layer, layout, linear, keep)
-            return _why_not_now(layer, fused) or fused
+            return _record(layer, layout, linear, keep)
         reason = reason or mismatch
     ran = [seen for seen in observed.values() if not isinstance(seen, str)]
     if not proposal.certain and not any(map(computes_tokens_apart, ran)):

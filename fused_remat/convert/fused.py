@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat import functional, tensor_parallel
+from fused_remat import functional, last_calls, tensor_parallel
 from fused_remat.convert.adapters import adapted
+from fused_remat.convert.keep import of_workspace
 from fused_remat.convert.norms import source_of
 from fused_remat.plain import is_plain_input, why_not_plain, why_watched, why_weights_unfit
 from fused_remat.settings import Keep, LowRank, Norm
@@ -71,6 +72,7 @@ class Fused:
     parts: tuple[tuple[Path, type[nn.Module]], ...]  # the replaced modules that are not linears, with their classes
     settings: tuple[tuple[Path, str, Any], ...]  # (part, attribute, value) that the replaced code reads
     children: tuple[tuple[Path, tuple[str, ...]], ...]  # (part, names) where the code runs every child (nn.Sequential)
+    workspace: int | None = None  # bytes; None: whatever is in force when it is called
 
     @property
     def method(self) -> str:
@@ -78,7 +80,8 @@ class Fused:
 
     @property
     def takes_norm(self) -> bool:
-        """Whether a norm of its input can be folded into the fused call: nothing else runs on x, or adds it."""
+        """Whether a norm outside that made its input can be folded into the fused call: nothing else runs on x, or adds
+        it."""
         return not self.layout.before and not self.layout.norm
 
     @property
@@ -86,7 +89,7 @@ class Fused:
         return "gated mlp" if self.layout.gate else "mlp"
 
     def describe(self) -> str:
-        return f"{self.kind}, {self.layout.activation}, keep={self.keep}"
+        return f"{self.kind}, {self.layout.activation}, keep={self.keep}{of_workspace(self.workspace)}"
 
     def why_not_split(self, linears: list[nn.Module]) -> str | None:
         """Why the fused call cannot run on shards of `linears`; None if it can."""
@@ -96,20 +99,23 @@ class Fused:
 
     def run(self, layer: nn.Module, stock: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) != 1:
+            note_own_code(layer, "it was called with more than its input", self.method)
             return stock()
         (x,) = args or kwargs.values()
         reason = why_stock(layer, self, x)
         if reason is not None:
-            note_own_code(layer, reason)
+            note_own_code(layer, reason, self.method)
             return stock()
         # A rank with a shard of the weights would have its part of the gradient of the norm's weight only.
         source = source_of(x) if self.takes_norm and not is_split(layer, self) else None
         return run(layer, self, *(source or (x,)))
 
 
-def note_own_code(layer: nn.Module, reason: str) -> None:
-    """Tells the logger "fused_remat", at level DEBUG, why a converted layer runs its own code in this call."""
+def note_own_code(layer: nn.Module, reason: str, method: str = "forward") -> None:
+    """Tells `fused_remat.audit`, and the logger "fused_remat" at level DEBUG, why a converted layer runs its own code
+    in this call."""
     if not torch.compiler.is_compiling():
+        last_calls.note_own(layer, reason, method)
         _logger.debug("%s runs its own code: %s", type(layer).__name__, reason)
 
 
@@ -183,7 +189,9 @@ def run(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None = None) -> 
     layout = fused.layout
     for path in layout.before:
         x = find(layer, path)(x)
-    y = _mlp(layer, fused, x, norm)
+    # As for a norm outside: a rank with a shard would have its part of the gradient of the norm's weight only.
+    source = source_of(x) if layout.before and not is_split(layer, fused) else None
+    y = _mlp(layer, fused, *(source or (x, norm)))
     for path in layout.after:
         y = find(layer, path)(y)
     return find(layer, layout.norm)(y + x) if layout.norm else y
@@ -213,6 +221,7 @@ def _mlp(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None) -> Tensor
             gate_adapter, up_adapter = (
                 LowRank(up_adapter.a, half, up_adapter.scale) for half in layout.gate_and_up(up_adapter.b)
             )
+    last_calls.note_fused(layer, x, method=fused.method)
     y = functional.mlp(
         x,
         w_up,
@@ -229,6 +238,7 @@ def _mlp(layer: nn.Module, fused: Fused, x: Tensor, norm: Norm | None) -> Tensor
         training=dropout is not None and dropout.training,
         norm=norm,
         keep=fused.keep,
+        workspace=fused.workspace,
     )
     return y if split is None else split.leave(y)
 

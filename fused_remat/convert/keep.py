@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fused_remat.functional.multi_head_attention import RESIDUALS as ATTENTION_RESIDUALS
 from fused_remat.settings import RESIDUALS, Keep, check_keep, check_residuals
+from fused_remat.sizes import format_bytes
 
 MLP_RESIDUALS = RESIDUALS[True]
 
@@ -36,3 +37,8 @@ def check_keeps(keep: Keep | Mapping[str, Keep] | None) -> Keeps:
         mlp, attention = (tuple(n for n in names if n in keep) for names in (MLP_RESIDUALS, ATTENTION_RESIDUALS))
         return Keeps(mlp, attention)
     return Keeps(check_keep(keep, gated=True))
+
+
+def of_workspace(workspace: int | None) -> str:
+    """What the description of a converted layer says of a workspace of its own; "" if it has none."""
+    return "" if workspace is None else f", workspace {format_bytes(workspace)}"

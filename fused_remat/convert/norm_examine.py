@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat import reference
-from fused_remat.convert.behaviour import copy_module, isolated
 from fused_remat.convert.norms import FusedNorm
+from fused_remat.convert.small_copy import copy_module, isolated
 from fused_remat.settings import Norm
 
 _WIDTH = 6  # of the copy that is tried

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fused_remat import last_calls
 from fused_remat.convert.rebind import is_fused_class
 from fused_remat.plain import PLAIN_TENSOR_TYPES, is_plain_input, why_watched
 from fused_remat.settings import Norm
@@ -51,6 +52,9 @@ class FusedNorm:
                     setattr(result, _NOTE, note)
                 else:
                     _notes[result] = note
+                    last_calls.note_fused(layer, x)
+                return result
+            last_calls.note_own(layer, "its input, its result or its weight is not what a fused layer could normalise")
         return result
 
     def _can_be_redone(self, layer: nn.Module, x: Tensor, result: Tensor) -> bool:
@@ -87,6 +91,14 @@ class _Note:
             return True
         observed = result._backward_hooks or result.retains_grad
         return not observed and self.versions == (self.x._version, result._version)
+
+
+def forget(x: Tensor) -> None:
+    """Whatever reads `x` from now on reads its values, and no norm's input: nothing else may be left of it later."""
+    if torch.compiler.is_compiling():
+        setattr(x, _NOTE, None)
+    else:
+        _notes.pop(x, None)
 
 
 def source_of(x: Any) -> tuple[Tensor, Norm] | None:

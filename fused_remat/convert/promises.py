@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from fused_remat import functional
+from fused_remat import functional, last_calls
 from fused_remat.convert.fused import Layout, find
+from fused_remat.convert.keep import of_workspace
 from fused_remat.convert.norms import source_of
 from fused_remat.convert.rebind import fused_class, records_of
 from fused_remat.plain import is_plain_input, why_not_plain_linear, why_watched, why_weights_unfit
@@ -46,12 +47,13 @@ class InlineMLP:
     keep: Keep
     in_place: bool  # whether the activation module overwrites what it is given
     settings: tuple[tuple[str, Any], ...]  # (attribute, value) that the activation module reads
+    workspace: int | None = None  # bytes; None: whatever is in force when it is called
     method: ClassVar[str] = "forward"
     kind: ClassVar[str] = "mlp"
     takes_norm: ClassVar[bool] = True
 
     def describe(self) -> str:
-        return f"mlp, {self.layout.activation}, keep={self.keep}, written in its block"
+        return f"mlp, {self.layout.activation}, keep={self.keep}{of_workspace(self.workspace)}, written in its block"
 
     def parts(self, layer: nn.Module) -> Iterator[tuple[nn.Module, Part]]:
         """The children of `layer` to bind besides `layer` itself, with their records."""
@@ -64,11 +66,17 @@ class InlineMLP:
     def run(self, layer: nn.Module, stock: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # promises are no tensors that a compiler could trace
             return stock()
-        outer, _running.call = _running.call, self._open(layer)
+        outer, call = _running.call, self._open(layer)
+        _running.call = call
         try:
-            return stock()
+            result = stock()
         finally:
             _running.call = outer
+        if call is None:
+            last_calls.note_own(layer, "its linears are no plain ones of one dtype any more, or are watched")
+        elif not call.kept:
+            last_calls.note_own(layer, "its code did more between its linears than an activation and dropout")
+        return result
 
     def _open(self, layer: nn.Module) -> _Call | None:
         """This call of `layer`, if its linears may pass promises on; else None."""
@@ -77,16 +85,18 @@ class InlineMLP:
             return None
         if _why_not_fused_linear(up) or _why_not_fused_linear(down) or why_weights_unfit(up.weight, down.weight):
             return None
-        return _Call(up, down, self)
+        return _Call(layer, up, down, self)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Call:
     """One run of a block."""
 
+    block: nn.Module
     up: nn.Module
     down: nn.Module
     record: InlineMLP
+    kept: bool = False  # whether `down` made a fused call
 
 
 @dataclass(frozen=True)
@@ -129,10 +139,13 @@ def _why_not_fused_linear(linear: nn.Module | None) -> str | None:
         return "is not converted"
     if linear._compiled_call_impl is not None:
         return "is compiled"
+    reason = why_not_plain_linear(linear, fused_class(nn.Linear, ("forward",)))
+    if reason is not None:
+        return reason
     # Parameters only: what FSDP1 or functional_call put in their place may be gone when a promise is kept.
     if not all(tensor is None or type(tensor) is nn.Parameter for tensor in (linear.weight, linear.bias)):
         return "has weights that are no parameters"
-    return why_not_plain_linear(linear, fused_class(nn.Linear, ("forward",)))
+    return None
 
 
 def _autocast(device: str) -> tuple[bool, torch.dtype | None]:
@@ -288,10 +301,12 @@ class Promise(Tensor):
         """The result [..., D] of the whole MLP."""
         recipe, (x, norm) = self.recipe, source_of(self.recipe.x) or (self.recipe.x, None)
         recipe.check()
-        recipe.kept = True
+        recipe.kept = call.kept = True
+        last_calls.note_fused(call.block, x)
         return functional.mlp(
             x, call.up.weight, call.down.weight, call.up.bias, call.down.bias, norm=norm,
             activation=recipe.activation, dropout_p=recipe.dropout_p, keep=call.record.keep,
+            workspace=call.record.workspace,
         )  # fmt: skip
 
 

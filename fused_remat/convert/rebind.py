@@ -10,14 +10,17 @@ instance would break copies and pickles: it stays bound to the old one.)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from fused_remat import last_calls
 from fused_remat.nn.attend import allow_bypass, forbid_bypass
+from fused_remat.nn.attention import MultiheadAttention
 
-_RECORDS = "_fused_remat"  # the instance attribute with the layer's records by method
+RECORDS = "_fused_remat"  # the instance attribute with the layer's records by method
 _ORIGINAL = "_fused_remat_original"  # on a fused class: the class it replaces
 _SELF = "_fused_remat_self"  # on a fused class: the class
 _STOCKS = "_fused_remat_stocks"  # on a fused class: the methods it overrides, as they were when it was made
@@ -95,8 +98,13 @@ def _fused_method(original: type[nn.Module], method: str, stock: Callable[..., A
         current = getattr(original, method)
         record = records_of(self).get(method)
         if record is None or current is not stock:
+            if record is not None:
+                last_calls.note_own(self, f"{method} of its class was replaced after the conversion", method)
             return current(self, *args, **kwargs)
-        return record.run(self, lambda: current(self, *args, **kwargs), *args, **kwargs)
+        if torch.compiler.is_compiling() or last_calls.watcher is None:
+            return record.run(self, lambda: current(self, *args, **kwargs), *args, **kwargs)
+        with last_calls.watched(self, method, args, kwargs):
+            return record.run(self, lambda: current(self, *args, **kwargs), *args, **kwargs)
 
     # A code object of its own: torch.compile counts recompilations per code object, and classes are not recompilations.
     fused.__code__ = fused.__code__.replace(co_name=method)
@@ -116,16 +124,41 @@ def original_class(layer: nn.Module) -> type[nn.Module]:
 
 def records_of(layer: nn.Module) -> dict[str, Record]:
     """The records of a converted layer by method; empty for any other module."""
-    return layer.__dict__.get(_RECORDS, {})
+    return layer.__dict__.get(RECORDS, {})
+
+
+def own_method(layer: nn.Module, method: str) -> Callable[..., Any]:
+    """The code, as a function of the layer and its arguments, that a converted `layer` runs when it runs its own."""
+    cls = type(layer)
+    return getattr(getattr(cls, _ORIGINAL, cls), method)
+
+
+def rebind(layer: nn.Module, records: Mapping[str, Record]) -> None:
+    """Make `layer` run these records and no others, by method; its own code where there is none."""
+    if not records:
+        unbind(layer)
+    elif set(records) == set(records_of(layer)) and set(records) <= set(getattr(type(layer), _STOCKS, ())):
+        layer.__dict__[RECORDS] = dict(records)  # the class has these methods
+        last_calls.forget_calls(layer)
+    else:
+        unbind(layer, set(records_of(layer)) - set(records))
+        for record in records.values():
+            bind(layer, record)
 
 
 def bind(layer: nn.Module, record: Record) -> None:
     """Make `layer` run the record's method fused, besides those it runs fused already."""
     records = {**records_of(layer), record.method: record}
+    last_calls.forget_calls(layer)
     layer.__class__ = fused_class(original_class(layer), records)
-    layer.__dict__[_RECORDS] = records
-    if isinstance(layer, nn.MultiheadAttention):
+    layer.__dict__[RECORDS] = records
+    if _needs_hook(layer):
         forbid_bypass(layer)
+
+
+def _needs_hook(layer: nn.Module) -> bool:
+    """Whether nn.TransformerEncoderLayer may pass `layer` by; ours sees to that itself."""
+    return isinstance(layer, nn.MultiheadAttention) and not isinstance(layer, MultiheadAttention)
 
 
 def unbind(layer: nn.Module, methods: Iterable[str] | None = None) -> bool:
@@ -138,14 +171,15 @@ def unbind(layer: nn.Module, methods: Iterable[str] | None = None) -> bool:
     if not removed:
         return False
     remaining = {method: record for method, record in records.items() if method not in removed}
+    last_calls.forget_calls(layer)
     is_fused = _ORIGINAL in vars(type(layer))
     if remaining:
-        layer.__dict__[_RECORDS] = remaining
+        layer.__dict__[RECORDS] = remaining
     else:
-        del layer.__dict__[_RECORDS]
+        del layer.__dict__[RECORDS]
     if is_fused:
         original = original_class(layer)
         layer.__class__ = fused_class(original, remaining) if remaining else original
-    if isinstance(layer, nn.MultiheadAttention):
+    if _needs_hook(layer):
         allow_bypass(layer)
     return True

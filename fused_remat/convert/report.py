@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import io
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 
+from fused_remat._columns import aligned
+from fused_remat._folding import MODEL
 from fused_remat.convert.rebind import unbind
 
+_WIDTH = 140  # of the table
 _COLUMNS = ("layer", "class", "became", "note", "left alone because")
 
 
@@ -19,7 +22,7 @@ class Entry:
 
     name: str  # as in model.named_modules(); "" is the model itself
     class_name: str
-    kind: str = ""  # of what was converted: "mlp", "gated mlp", "attention" or "norm"
+    kind: str = ""  # of what was converted: "mlp", "gated mlp", "attention", "norm" or "region"
     became: str = ""
     note: str = ""  # what could be better
     reason: str = ""
@@ -29,17 +32,21 @@ class Entry:
 class Report:
     """`converted` and `skipped` layers in model order; `skipped` holds whatever looks like an MLP or attention.
 
-    A layer has one entry for each thing that it became.
+    A layer has one entry for each thing that it became. `notes` are sentences about the whole.
     """
 
     converted: list[Entry] = field(default_factory=list)
     skipped: list[Entry] = field(default_factory=list)
     dry_run: bool = False
+    notes: list[str] = field(default_factory=list)
     # (name in `converted`, layer or a part of it, method)
     bound: list[tuple[str, nn.Module, str]] = field(default_factory=list, repr=False)
+    undo: Callable[[], list[str]] | None = field(default=None, repr=False)  # where more than unbinding is to be done
 
     def revert(self) -> list[str]:
         """Undo this conversion; the names of the layers that got code of their own back."""
+        if self.undo is not None:
+            return self.undo()
         return list(dict.fromkeys(name for name, layer, method in self.bound if unbind(layer, [method])))
 
     def count(self, kind: str) -> int:
@@ -53,6 +60,7 @@ class Report:
             "dry_run": self.dry_run,
             "converted": [asdict(entry) for entry in self.converted],
             "skipped": [asdict(entry) for entry in self.skipped],
+            "notes": list(self.notes),
         }
 
     def summary(self) -> str:
@@ -62,35 +70,12 @@ class Report:
 
     def __str__(self) -> str:
         rows = [
-            (entry.name or "(the model)", entry.class_name, entry.became, entry.note, entry.reason)
+            (entry.name or MODEL, entry.class_name, entry.became, entry.note, entry.reason)
             for entry in (*self.converted, *self.skipped)
         ]
         columns = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows)]
         if not columns:
-            return self.summary()
+            return "\n".join([self.summary(), *self.notes])
         cells = [tuple(row[i] for i in columns) for row in (_COLUMNS, *rows)]
-        try:
-            table = _rich_table(cells)
-        except ImportError:
-            table = _plain_table(cells)
-        return f"{self.summary()}\n{table}"
-
-
-def _rich_table(rows: list[tuple[str, ...]]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for column in rows[0]:
-        table.add_column(column, overflow="fold")
-    for row in rows[1:]:
-        table.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=140, color_system=None, markup=False, emoji=False).print(table)
-    return text.getvalue().rstrip()
-
-
-def _plain_table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+        table = aligned(cells, width=_WIDTH, wrap=range(1, len(columns)))
+        return "\n".join([self.summary(), *table, *self.notes])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fused_remat import budget, dispatch, reference
@@ -119,15 +120,8 @@ def prepare_mlp(
     check_seed_is_drawn_once(p)
     check_keep(keep, gated=w_gate is not None)
     _check_shapes(operands)
-    kept = _kept_features(keep, w_up.shape[0], gated=w_gate is not None)
-    call = dispatch.Call(
-        op="mlp",
-        device=x.device.type,
-        arch=arch_of(x.device),
-        dtype=check_dtypes(operands, factors=factors),
-        activation=activation,
-        reference_only=why_reference_only(operands, dropout_p=p, keeps_features=any(kept)),
-    )
+    kept = kept_features(keep, w_up.shape[0], gated=w_gate is not None)
+    call = _call(operands, factors, activation=activation, norm=norm, p=p, keeps=any(kept))
 
     def on_reference() -> Tensor:
         return reference.mlp(
@@ -143,6 +137,65 @@ def prepare_mlp(
     return Prepared(call, arguments, on_reference)
 
 
+def _call(
+    operands: Operands, factors: Operands, *, activation: str, norm: Norm | None, p: float, keeps: bool
+) -> dispatch.Call:
+    x, w_up, w_down = operands["x"], operands["w_up"], operands["w_down"]
+    dtype = check_dtypes(operands, factors=factors)
+    reference_only = why_reference_only(operands, dropout_p=p, keeps_features=keeps)
+    against = {} if reference_only else _against_cuda_kernels(operands, dtype, norm=norm, keeps=keeps, p=p)
+    return dispatch.Call(
+        op="mlp",
+        device=x.device.type,
+        arch=arch_of(x.device),
+        dtype=dtype,
+        activation=activation,
+        features=(w_up.shape[1], w_down.shape[0], w_up.shape[0]),
+        reference_only=reference_only,
+        **against,
+    )
+
+
+def _against_cuda_kernels(
+    operands: Operands, dtype: torch.dtype, *, norm: Norm | None, keeps: bool, p: float
+) -> dict[str, str | None]:
+    """What speaks against kernels of the backend "cuda" beside widths, dtype and activation: fields of a Call."""
+    w_down, rank = operands["w_down"], _rank(operands, "down_adapter")
+    # Copied into the workspace, w_down has rows as a GEMM wants them.
+    in_place = rank is None and w_down.dtype == dtype
+    kept = (keeps, "pre-activations are kept")
+    return {
+        "against_one_kernel": _first(
+            kept,
+            (norm is not None, "a norm is folded in"),
+            (any(_rank(operands, name) is not None for name in ADAPTERS), "a weight has an adapter"),
+        ),
+        "against_library": _first(
+            (operands["w_gate"] is not None, "the layer is gated"),
+            (p > 0, "hidden values are dropped"),
+            kept,
+            (operands["b_up"] is not None and operands["b_up"].dtype != dtype, "the operands have different dtypes"),
+        ),
+        "against_gemm": _first(
+            (in_place and w_down.stride(1) != 1, "rows of dy or w_down are not dense"),
+            (in_place and w_down.stride(0) % 8 != 0, "rows of an input do not start at 16 bytes"),
+            (rank is not None and rank % 8 != 0, "the output width is no multiple of 8"),
+        ),
+    }
+
+
+def _first(*facts: tuple[bool, str]) -> str | None:
+    for holds, reason in facts:
+        if holds:
+            return reason
+    return None
+
+
+def _rank(operands: Operands, adapter: str) -> int | None:
+    a = operands[f"{adapter}.a"]
+    return None if a is None else a.shape[0]
+
+
 def _factors(adapters: dict[str, LowRank | None]) -> Operands:
     """The factors by the names that messages use, None where there is no adapter."""
     factors: Operands = {}
@@ -153,7 +206,7 @@ def _factors(adapters: dict[str, LowRank | None]) -> Operands:
     return factors
 
 
-def _kept_features(keep: Keep, hidden_features: int, *, gated: bool) -> tuple[int, int]:
+def kept_features(keep: Keep, hidden_features: int, *, gated: bool) -> tuple[int, int]:
     """Leading hidden features whose up and gate are kept."""
     if isinstance(keep, (int, float)):
         kept = round(keep * hidden_features)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_remat import _extension, dispatch
+from fused_remat import _extension, dispatch, last_calls
 from fused_remat.plain import is_dtensor, is_plain_input
 from fused_remat.sharding import why_not_sharded
 
@@ -29,6 +29,15 @@ class Prepared:
     def run(self) -> Any:
         """The result on the backend that `dispatch.resolve` chooses."""
         backend = dispatch.resolve(self.call)
+        if torch.compiler.is_compiling():
+            return self._run(backend)
+        last_calls.note_op(self, backend)
+        if last_calls.watcher is None:
+            return self._run(backend)
+        with last_calls.watcher.op(self, backend):
+            return self._run(backend)
+
+    def _run(self, backend: str) -> Any:
         if backend == "reference":
             return self.reference()
         return getattr(torch.ops.fused_remat, self.call.op)(*self.arguments, backend)

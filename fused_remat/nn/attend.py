@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from fused_remat import functional
+from fused_remat import functional, last_calls
 from fused_remat.plain import why_not_plain_linear
 from fused_remat.settings import Norm
 
@@ -57,6 +57,7 @@ def attend(
     *,
     keep: tuple[str, ...],
     norm: Norm | None = None,
+    workspace: int | None = None,  # bytes
 ) -> Result:
     """Output and weights of nn.MultiheadAttention's forward by one fused call, by the rules of `MultiheadAttention`.
 
@@ -73,6 +74,7 @@ def attend(
         key_padding_mask = key_padding_mask.unsqueeze(0)
     calls_out_proj = why_not_plain_out_proj(module) is not None
     weight, bias = _in_proj(module)
+    last_calls.note_fused(module, query, *(() if key is query else (key,)))
     out = functional.multi_head_attention(
         query,
         key,
@@ -97,6 +99,7 @@ def attend(
         need_weights=bool(need_weights),
         average_attn_weights=bool(average_attn_weights),
         keep=keep,
+        workspace=workspace,
     )
     y, weights = out if need_weights else (out, None)
     if not batched:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fused_remat import last_calls
 from fused_remat.functional.multi_head_attention import RESIDUALS
 from fused_remat.nn.attend import Result, attend, check_call, forbid_bypass
-from fused_remat.settings import check_residuals
+from fused_remat.settings import Norm, check_residuals
 
 _DEFAULTS = {"keep": ("out",), "strict": False}
 
@@ -95,9 +97,32 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> Result:
         args = query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        if must_run_stock(self, query) or (self.strict and self._stock_differs(*args)):
-            return super().forward(*args)
-        return attend(self, *args, keep=self.keep)
+        if torch.compiler.is_compiling() or last_calls.watcher is None:
+            return self._run(*args, keep=self.keep)
+        with last_calls.watched(self, "forward"):
+            return self._run(*args, keep=self.keep)
+
+    def _run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        keep: tuple[str, ...],
+        source: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Norm | None]] | None = None,
+        workspace: int | None = None,
+    ) -> Result:
+        """`source`: says what a norm made these inputs from, and that norm, which the fused call then applies."""
+        if must_run_stock(self, query):
+            last_calls.note_own(self, "the query is nested, or every probability is dropped")
+            return super().forward(query, key, value, *args)
+        if self.strict and self._stock_differs(query, key, value, *args):
+            last_calls.note_own(self, "strict=True, and nn.MultiheadAttention answers this call in its own way")
+            return super().forward(query, key, value, *args)
+        norm = None
+        if source is not None:
+            query, key, value, norm = source(query, key, value)
+        return attend(self, query, key, value, *args, keep=keep, norm=norm, workspace=workspace)
 
     def _stock_differs(
         self,

@@ -5,16 +5,19 @@ Dims: `D` in_features, `F` hidden_features, `D_out` out_features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat import functional, tensor_parallel
+from fused_remat import functional, last_calls, tensor_parallel
 from fused_remat.activations import ACTIVATIONS
 from fused_remat.plain import is_plain_input, why_not_plain_linear, why_watched, why_weights_unfit
-from fused_remat.settings import Keep, check_activation, check_dropout, check_keep, check_size
+from fused_remat.settings import Keep, Norm, check_activation, check_dropout, check_keep, check_size
+
+Source = Callable[[Tensor], tuple[Tensor, Norm] | None]
 
 
 def _why_unfused(x: Tensor, dropout_p: float, *linears: nn.Module) -> str | None:
@@ -33,10 +36,15 @@ def _why_unfused(x: Tensor, dropout_p: float, *linears: nn.Module) -> str | None
     return why_weights_unfit(*[linear.weight for linear in linears]) or why_watched()
 
 
-def _fused(x: Tensor, up: nn.Linear, gate: nn.Linear | None, down: nn.Linear, **settings: Any) -> Tensor:
+def _fused(
+    x: Tensor, source: Source | None, up: nn.Linear, gate: nn.Linear | None, down: nn.Linear, **settings: Any
+) -> Tensor:
+    """`source`: says what a norm made `x` from, and that norm, which the fused call then applies."""
     linears = [up, down] if gate is None else [up, gate, down]
     split = tensor_parallel.split(linears[:-1], down) if tensor_parallel.is_split(linears) else None
+    norm = None
     if split is None:
+        x, norm = (source and source(x)) or (x, None)
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     else:
         x, weights, biases = split.enter(x), split.weights, split.biases
@@ -48,6 +56,7 @@ def _fused(x: Tensor, up: nn.Linear, gate: nn.Linear | None, down: nn.Linear, **
         biases[-1],
         w_gate=None if gate is None else weights[1],
         b_gate=None if gate is None else biases[1],
+        norm=norm,
         **settings,
     )
     return y if split is None else split.leave(y)
@@ -100,19 +109,30 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(hidden_features, out_features, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or last_calls.watcher is None:
+            return self._run(x, self.keep)
+        with last_calls.watched(self, "forward"):
+            return self._run(x, self.keep)
+
+    def _run(self, x: Tensor, keep: Keep, source: Source | None = None, workspace: int | None = None) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
-        if _why_unfused(x, self.dropout * self.training, fc1, fc2) is not None:
+        reason = _why_unfused(x, self.dropout * self.training, fc1, fc2)
+        if reason is not None:
+            last_calls.note_own(self, reason)
             hidden = ACTIVATIONS[self.activation](fc1(x))
             return fc2(F.dropout(hidden, self.dropout, self.training))
+        last_calls.note_fused(self, x)
         return _fused(
             x,
+            source,
             fc1,
             None,
             fc2,
             activation=self.activation,
             dropout_p=self.dropout,
             training=self.training,
-            keep=self.keep,
+            keep=keep,
+            workspace=workspace,
         )
 
     def extra_repr(self) -> str:
@@ -166,19 +186,30 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(hidden_features, out_features, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or last_calls.watcher is None:
+            return self._run(x, self.keep)
+        with last_calls.watched(self, "forward"):
+            return self._run(x, self.keep)
+
+    def _run(self, x: Tensor, keep: Keep, source: Source | None = None, workspace: int | None = None) -> Tensor:
         gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
-        if _why_unfused(x, self.dropout * self.training, up_proj, gate_proj, down_proj) is not None:
+        reason = _why_unfused(x, self.dropout * self.training, up_proj, gate_proj, down_proj)
+        if reason is not None:
+            last_calls.note_own(self, reason)
             hidden = ACTIVATIONS[self.activation](gate_proj(x)) * up_proj(x)
             return down_proj(F.dropout(hidden, self.dropout, self.training))
+        last_calls.note_fused(self, x)
         return _fused(
             x,
+            source,
             up_proj,
             gate_proj,
             down_proj,
             activation=self.activation,
             dropout_p=self.dropout,
             training=self.training,
-            keep=self.keep,
+            keep=keep,
+            workspace=workspace,
         )
 
     def extra_repr(self) -> str:

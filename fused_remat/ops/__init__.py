@@ -17,7 +17,7 @@ from fused_remat import _extension
 from fused_remat.ops import attention, mlp, multi_head_attention, triton
 
 _OPS = (mlp, attention, multi_head_attention)
-LEVEL3_BACKENDS = ("aten", "cpp", "triton")
+LEVEL3_BACKENDS = ("aten", "cpp", "cuda", "triton")
 _lock = threading.Lock()
 _has_fakes = False
 _has_flops = False
@@ -62,6 +62,8 @@ def _register_level3() -> None:
     for op in triton.IMPLEMENTERS:
         for backend in LEVEL3_BACKENDS:
             torch.library.register_fake(f"fused_remat::{op}_{backend}", lambda *args: None)
+    for op in mlp.ONE_KERNEL:
+        torch.library.register_fake(f"fused_remat::{op}", lambda *args: None)
     triton.register()
 
 

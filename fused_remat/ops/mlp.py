@@ -11,6 +11,9 @@ from fused_remat import reference
 from fused_remat.ops.attention import split_masks, wide
 from fused_remat.settings import LowRank, Norm
 
+# Level-3 ops that make a whole pass of a narrow layer, on the one backend that has them.
+ONE_KERNEL = ("mlp_small_fwd_cuda", "mlp_small_bwd_cuda")
+
 _OPERANDS = 15  # the leading arguments, all tensors or None
 # Positions among the arguments after x, w_up and w_down.
 _KEEP_UP, _COMPUTE_DTYPE = 19, 23

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fused_remat._triton import allows_tf32
 from fused_remat.triton import attention_tiles, configs, launch, targets
 from fused_remat.triton.attention_bwd import attention_dkdv_kernel, attention_dq_kernel
 from fused_remat.triton.attention_configs import UNALIGNED
@@ -115,7 +116,7 @@ class Call:
         self.kv_heads, self.length_k = k.shape[1], k.shape[2]
         masked_keys = self.length_k - extra_keys
         self.attn_mask, self.key_mask = _grid(attn_mask), _grid(key_mask)
-        precision = "tf32" if q.dtype == torch.float32 and configs.allows_tf32() else "ieee"
+        precision = "tf32" if q.dtype == torch.float32 and allows_tf32() else "ieee"
         self.facts = Facts(
             arch=targets.arch_of(q),
             dtype=q.dtype,
@@ -275,7 +276,7 @@ def attention_delta(
 
 def attention_bwd(
     q, k, v, attn_mask, key_mask, seed, band_low, band_high, extra_keys, dropout_p, scale, softcap, head0, num_heads,
-    scratch, lse, correction, delta, dout, dweights, factor, dq, dk, dv, dattn_mask, dkey_mask,
+    scratch, lse, correction, delta, dout, out, dweights, factor, dq, dk, dv, dattn_mask, dkey_mask,
 ) -> None:  # fmt: skip
     """The gradients that are not None, each zeroed; see `csrc/attention.h`."""
     call = Call(

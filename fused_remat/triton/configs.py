@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from fused_remat._triton import allows_tf32
+
 F = TypeVar("F", bound=Callable)
 
 
@@ -39,11 +41,6 @@ def dtype_class(dtype: torch.dtype) -> str:
     if dtype in (torch.float16, torch.bfloat16):
         return "half"
     return "tf32" if dtype == torch.float32 and allows_tf32() else "ieee"
-
-
-def allows_tf32() -> bool:
-    """Whether the user lets float32 products be rounded to TF32, by either of torch's switches."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def architecture_row(arch: int) -> int:

@@ -9,7 +9,7 @@ from gpu_device import alone, needs_gpu
 import fused_remat
 from fused_remat import reference
 
-pytestmark = needs_gpu
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("each_gpu_backend")]
 BEYOND = 2**31
 GIB_NEEDED = {"test_operands_of_attention": 90, "test_masks_and_probabilities": 30, "test_rows_of_an_mlp": 60}
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}

@@ -8,32 +8,37 @@ from gpu_device import FAST, needs_gpu
 
 import fused_remat
 from fused_remat import dispatch, reference
+from fused_remat._triton import arch_of
 from fused_remat.check import run as check
-from fused_remat.check.cases import CASES, LARGE, TINY
+from fused_remat.check.cases import CASES, TINY, Case, Sizes
 
 pytestmark = needs_gpu
 
 
-def checked(case, label: str, backend: str, dtype: torch.dtype, judged) -> None:
-    row = check.judged_row(case, label, backend, "cuda", dtype, TINY if label == "gradcheck" else LARGE, judged)
-    if row.passed is None:
-        pytest.skip(f"{backend}: {row.detail}")
-    assert row.passed, row.detail
+COMPARISONS = [(case, sizes, dtype) for case in CASES for sizes, dtype in check.comparisons(case, "cuda")]
+
+
+def _named(value: object) -> str:
+    if isinstance(value, Sizes):
+        return value.name or "odd"
+    return f"{value.op}: {value.name}" if isinstance(value, Case) else str(value)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}: {case.name}")
 @pytest.mark.parametrize("backend", FAST)
 def test_gradients_in_float64(case, backend):
-    checked(case, "gradcheck", backend, torch.float64, check.gradients_differ)
+    row = check.judged_row(case, "gradcheck", backend, "cuda", torch.float64, TINY, check.gradients_differ)
+    if row.passed is None:
+        pytest.skip(f"{backend}: {row.detail}")
+    assert row.passed, row.detail
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}: {case.name}")
-@pytest.mark.parametrize("dtype", check.DTYPES["cuda"], ids=str)
-def test_results_against_float64(case, dtype):
-    judge = check.Judge(case, "cuda", dtype, LARGE)
+@pytest.mark.parametrize(("case", "sizes", "dtype"), COMPARISONS, ids=_named)
+def test_results_against_float64(case, sizes, dtype):
+    judge = check.Judge(case, "cuda", dtype, sizes)
     ran = 0
     for backend in FAST:
-        row = check.judged_row(case, str(dtype), backend, "cuda", dtype, LARGE, judge)
+        row = check.judged_row(case, str(dtype), backend, "cuda", dtype, sizes, judge)
         assert row.passed is not False, f"{backend}: {row.detail}"
         ran += row.passed is True
     assert ran, "no backend ran"
@@ -43,9 +48,10 @@ def test_results_against_float64(case, dtype):
 def test_a_gpu_draws_the_masks_of_a_cpu(backend):
     """Of hidden features and of probabilities, bit for bit."""
     rows, features, p = 129, 341, 0.3
-    call = dispatch.Call(op="mlp", device="cuda", dtype=torch.float32, activation="relu")
-    if dispatch.why_not(backend, call):
-        pytest.skip(f"{backend}: {'; '.join(dispatch.why_not(backend, call))}")
+    for op in ("mlp", "attention"):
+        call = dispatch.Call(op, "cuda", torch.float32, "relu", arch=arch_of(torch.device("cuda")))
+        if reasons := dispatch.why_not(backend, call):
+            pytest.skip(f"{backend}: {'; '.join(reasons)}")
     x, eye = torch.ones(rows, 1, device="cuda"), torch.eye(features, device="cuda")
     torch.manual_seed(3)
     seed = reference.draw_seed(x.device)
@@ -62,7 +68,7 @@ def test_a_gpu_draws_the_masks_of_a_cpu(backend):
 
 
 @pytest.mark.parametrize("dtype, tolerance", ((torch.float32, 1e-4), (torch.bfloat16, 1e-2)), ids=str)
-def test_rebuilt_probabilities_of_large_scores_sum_to_one(dtype, tolerance):
+def test_rebuilt_probabilities_of_large_scores_sum_to_one(dtype, tolerance, each_gpu_backend):
     """Backward multiplies k by q where forward multiplied q by k: other rounding would show at scores of thousands."""
     q, k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=dtype) for _ in range(3))
     q, k, v = (t.requires_grad_() for t in (30 * q, 30 * k, v))

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_device import needs_gpu
+from gpu_device import captured, needs_gpu, step
 
 import fused_remat
 from fused_remat.check.cases import CASES, LARGE, Case
 from fused_remat.check.run import placed
 from fused_remat.measure import measure
 
-pytestmark = needs_gpu
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("each_gpu_backend")]
 SOME = [case for case in CASES if case.name in ("gelu", "gated silu", "dropout", "causal, dropout", "padding")] + [
     case for case in CASES if case.op == "multi_head_attention"
 ]
-
-
-def step(case: Case, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Outputs and gradients."""
-    outputs = case.function(**case.arguments(tensors, LARGE))
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    wanted = [t for t in tensors.values() if t.requires_grad]
-    gradients = torch.autograd.grad(outputs, wanted, [torch.ones_like(o) for o in outputs])
-    return [*(o.detach() for o in outputs), *gradients]
 
 
 @pytest.fixture(params=SOME, ids=lambda case: f"{case.op}: {case.name}")
@@ -37,26 +28,19 @@ def tensors(case) -> dict[str, torch.Tensor]:
 
 
 def test_nothing_waits_for_the_device(case, tensors):
-    step(case, tensors)  # compiles
+    step(case, tensors, LARGE)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step(case, tensors)
+        step(case, tensors, LARGE)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_graph_replays_the_call(case, tensors):
-    step(case, tensors)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(case, tensors)
-    torch.cuda.current_stream().wait_stream(side)
+    step(case, tensors, LARGE)
     torch.manual_seed(0)
-    expected = step(case, tensors)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step(case, tensors)
+    expected = step(case, tensors, LARGE)
+    graph, results = captured(lambda: step(case, tensors, LARGE))
     torch.manual_seed(0)
     graph.replay()
     torch.cuda.synchronize()
@@ -72,9 +56,9 @@ def test_a_graph_replays_the_call(case, tensors):
 
 def test_reruns_have_the_same_bits(case, tensors):
     torch.manual_seed(0)
-    first = step(case, tensors)
+    first = step(case, tensors, LARGE)
     torch.manual_seed(0)
-    assert all(torch.equal(a, b) for a, b in zip(first, step(case, tensors), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, step(case, tensors, LARGE), strict=True))
 
 
 def test_an_mlp_keeps_nothing_and_stays_within_its_workspace():

@@ -80,6 +80,7 @@ def _hookable(name: str, model: nn.Module) -> list[str]:
 
 # Transformers passes some inputs by name, where torch's backward hooks do not look for gradients.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed with respect to module")
+@pytest.mark.slow
 @WHEN
 @pytest.mark.parametrize("scale", [1.0, 1.25], ids=["watching", "changing"])
 @every_model

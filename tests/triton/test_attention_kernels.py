@@ -36,17 +36,8 @@ def test_key_masks_alone_and_with_another(attn_mask, key_mask):
 def test_masks_of_strides_of_their_own():
     case = Case()
     given = calls.operands(case)
-    layouts = {
-        "keys before queries": torch.randn(2, 2, 35, 17).transpose(2, 3),
-        "part of a longer one": torch.randn(2, 2, 24, 44)[:, :, 3:-4, 2:-7],
-        "every second key": torch.randn(2, 2, 17, 70)[..., ::2],
-        "expanded": torch.randn(2, 1, 1, 35).expand(-1, 2, 17, -1),
-    }
-    for name, mask in layouts.items():
-        calls.check(case, given | {"attn_mask": mask}, name)
-    keys = torch.ones(35, 2, dtype=torch.bool).t()[:, None, None]
-    keys[1, ..., 30:] = False
-    calls.check(case, given | {"attn_mask": layouts["keys before queries"] > -0.5, "key_mask": keys})
+    for name, masks in calls.masks_of_odd_strides().items():
+        calls.check(case, given | masks, name)
 
 
 # Bands ----------------------------------------------------------------------------------------------------------------
@@ -177,7 +168,7 @@ def test_results_beyond_32_bits():
     rows = calls.delta("triton", case, given, near)
     attention.attention_bwd(
         given["q"], given["k"], given["v"], *calls.attending(case, given), near["lse"], rows["correction"],
-        rows["delta"], given["dout"], None, 1.0, *made.values(), None, None,
+        rows["delta"], given["dout"], None, None, 1.0, *made.values(), None, None,
     )  # fmt: skip
     for name, gradient in made.items():
         assert torch.equal(gradient, near[name]), name

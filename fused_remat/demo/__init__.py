@@ -1,0 +1,1 @@
+"""`fused-remat demo`: what is kept, dropped and redone, on an example small enough to follow by hand."""

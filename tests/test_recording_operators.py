@@ -1,0 +1,147 @@
+"""Predicted bytes of single operators, kept and at their own peak, against the allocator's events."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recording_operators import CONVOLUTIONS, KINDS, Part, Parts, kept, own_peak
+from torch import nn
+
+from fused_remat.recording import record_step
+from fused_remat.training_step import make_step
+
+SLACK = 1024  # bytes: numbers that kernels wrap in tensors
+ON_AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2" and torch.backends.mkldnn.is_available()
+ZEROS = ("cumprod of elements with zeros among them", "prod of elements with zeros among them")
+
+
+def check(parts, within=0.05, blind=()):
+    """Every part's own peak and kept bytes."""
+    model = Parts(parts)
+    step = make_step(model, (), loss=lambda y: y)
+    predicted, measured = record_step(step, fake=True), record_step(step)
+    wrong = []
+    for position, name in enumerate(model.names):
+        path = f"parts.{position}"
+        for what, of in (("peak", own_peak), ("kept", kept)):
+            a, b = of(predicted, path), of(measured, path)
+            if abs(a - b) > within * b + SLACK:
+                wrong.append(f"{name}: {what} {a} predicted, {b} measured")
+    assert not wrong, "\n".join(wrong)
+    assert predicted.blind == blind
+
+
+def both(cases, **settings):
+    """Every case with a gradient that is dense, and with one that is one number."""
+    return {
+        f"{name}, {'dense' if dense else 'expanded'}": Part(*case, dense=dense, **settings)
+        for name, case in cases.items()
+        for dense in (True, False)
+    }
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators(kind):
+    check(both(KINDS[kind]), blind=ZEROS if kind == "sums" else ())
+
+
+OF_HALF = (
+    "gelu", "silu", "prelu", "batch", "group", "layer, transposed", "rms", "max_pool2d", "interpolated, bilinear",
+    "cross entropy, mean", "gather", "index", "linear", "bmm", "attention", "softmax of 0", "padded, reflect",
+)  # fmt: skip
+
+
+def test_operators_in_half_precision():
+    every = {name: case for cases in KINDS.values() for name, case in cases.items()}
+    check(both({name: every[name] for name in OF_HALF}, dtype=torch.bfloat16))
+
+
+@pytest.mark.skipif(not ON_AVX2, reason="what oneDNN chooses is known for AVX2")
+def test_convolutions():
+    check(both(CONVOLUTIONS), within=0.1)
+
+
+@pytest.fixture
+def without_one_dnn():
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    yield
+    torch._C._set_mkldnn_enabled(enabled)
+
+
+OF_ATEN = ("many", "strided", "by channel", "pointwise in groups", "lines", "transposed", "volumes, pointwise")
+
+
+def test_convolutions_of_aten(without_one_dnn):
+    check(both({name: CONVOLUTIONS[name] for name in OF_ATEN}), within=0.1)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN here")
+def test_convolutions_on_other_processors_are_named(monkeypatch):
+    step = make_step(Parts({"many": Part(*CONVOLUTIONS["many"], dense=False)}), (), loss=lambda y: y)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert record_step(step, fake=True).blind == ("aten::convolution", "aten::convolution_backward")
+
+
+def test_convolutions_of_aten_are_known_everywhere(monkeypatch, without_one_dnn):
+    step = make_step(Parts({"many": Part(*CONVOLUTIONS["many"], dense=False)}), (), loss=lambda y: y)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert record_step(step, fake=True).blind == ()
+
+
+def _sequences(cls, steps=4, batch=4, features=24, hidden=40, **settings):
+    layer = cls(features, hidden, **settings)
+    shape = (batch, steps, features) if settings.get("batch_first") else (steps, batch, features)
+    return lambda x: layer(x)[0], shape, layer
+
+
+class Sequences(Part):
+    """A recurrent layer."""
+
+    def __init__(self, fn, shape, layer, *, dense):
+        super().__init__(fn, shape, dense=dense)
+        self.layer = layer
+
+
+RECURRENT = {
+    "lstm": (nn.LSTM, {}),
+    "lstm, two ways": (nn.LSTM, dict(bidirectional=True, bias=False)),
+    "lstm, layers": (nn.LSTM, dict(num_layers=3, dropout=0.1, batch_first=True)),
+    "lstm, long rows": (nn.LSTM, dict(features=256, hidden=64, steps=3)),
+    "lstm, many sequences": (nn.LSTM, dict(batch=130, steps=3)),
+    "lstm, one step": (nn.LSTM, dict(steps=1, batch=32)),
+    "lstm, projected": (nn.LSTM, dict(proj_size=16)),
+    "gru": (nn.GRU, dict(num_layers=2, bidirectional=True)),
+    "rnn": (nn.RNN, dict(batch_first=True)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_recurrent_layers():
+    check(
+        {
+            f"{name}, {dense}": Sequences(*_sequences(cls, **settings), dense=dense)
+            for name, (cls, settings) in RECURRENT.items()
+            for dense in (True, False)
+        },
+        within=0.02,
+    )
+
+
+def test_recurrent_layers_without_a_graph():
+    """Nothing is kept, and scratch alone is taken."""
+    layer = nn.LSTM(24, 40)
+
+    def run(x):
+        with torch.no_grad():
+            y = layer(x)[0]
+        return x * y.sum()
+
+    check({"lstm": Sequences(run, (4, 4, 24), layer, dense=True)}, within=0.02)
+
+
+def test_gradients_of_tables_that_are_sparse_are_named():
+    layer = nn.EmbeddingBag(64, 32, sparse=True)
+    step = make_step(layer, (torch.zeros(8, 4, dtype=torch.long),), loss=lambda y: y.sum())
+    assert record_step(step, fake=True).blind == ("aten::_embedding_bag_backward",)
