@@ -63,6 +63,11 @@ def not_on_the_cpu() -> Iterator[None]:
         yield
 
 
+def is_here() -> bool:
+    """Whether what is on the CPU is meant to be there; see `not_on_the_cpu`."""
+    return not _elsewhere.value
+
+
 def _asks_the_device(argument: Any) -> bool:
     """Whether streaming depends on where this tensor is. Where it does not, tensors on "meta" are many times faster."""
     if not isinstance(argument, Tensor):

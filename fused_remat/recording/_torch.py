@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,11 @@ from torch.optim import optimizer
 
 # What FakeTensorMode raises for an operator whose result, or its shape, depends on values.
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def processor_knows(instructions: Literal["avx2", "avx512"]) -> bool:
+    """Whatever ATEN_CPU_CAPABILITY says, which other libraries do not heed."""
+    return bool(getattr(torch.cpu, f"_is_{instructions}_supported")())
 
 
 def next_sequence() -> int:

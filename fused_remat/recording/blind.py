@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.recording import inside_convolution
+from fused_remat.ops import memory
+from fused_remat.recording import inside_convolution, one_dnn
+from fused_remat.recording.inside_layouts import PRODUCTS
 
 _aten = torch.ops.aten
 # By kind of device; each was seen to differ from its fake kernel, or hands its work to a library.
@@ -33,11 +35,21 @@ _UNKNOWN = {
 _KNOWN_NAMESPACES = {"aten", "prim", "prims", "profiler", "fused_remat", "c10d", "_c10d_functional"}
 
 
+# They hand matrices to BLAS or oneDNN, by dtype.
+_MULTIPLYING = {
+    *PRODUCTS, _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+}  # fmt: skip
+
+
 def is_blind(func: Any, device_type: str, args: tuple[Any, ...] = ()) -> bool:
     """Whether this call on such a device takes memory that a prediction leaves out."""
     if func.namespace not in _KNOWN_NAMESPACES:
         return True
     packet = func._overloadpacket
+    if device_type == "cpu" and (packet in _MULTIPLYING or memory.is_fused(func)) and memory.is_here():
+        # oneDNN packs operands in half precision into blocks of sizes that it weighs for each call.
+        return any(_multiplied_in_half(a) for a in args)
     if device_type == "cpu" and args and packet in _PARTLY_UNKNOWN:
         return _PARTLY_UNKNOWN[packet](*args)
     return packet in _UNKNOWN.get(device_type, ())
@@ -49,11 +61,21 @@ def _convolution(
     return not inside_convolution.is_known(x, weight, stride, dilation, rest[2], rest[0])
 
 
+def _multiplied_in_half(argument: Any) -> bool:
+    dtype = argument.dtype if isinstance(argument, Tensor) else argument
+    return isinstance(dtype, torch.dtype) and dtype.itemsize < 4 and one_dnn.computes(dtype)
+
+
+def _lstm(x: Tensor, *_: Any) -> bool:
+    """In half precision; and by AVX-512's kernels for what nothing is kept of."""
+    return x.element_size() < 4 or (not torch.is_grad_enabled() and one_dnn.kernels() is one_dnn.AVX512)
+
+
 # On the CPU: calls of these operators with such arguments.
 _PARTLY_UNKNOWN = {
-    _aten.convolution: _convolution,  # the kernels that oneDNN chooses for other processors than those with AVX2
+    _aten.convolution: _convolution,  # what oneDNN chooses for processors without AVX2, and in half precision
     _aten.convolution_backward: lambda dy, *rest: _convolution(*rest),
-    _aten.mkldnn_rnn_layer: lambda x, *_: x.element_size() < 4,
+    _aten.mkldnn_rnn_layer: _lstm,
     _aten.mkldnn_rnn_layer_backward: lambda x, *_: x.element_size() < 4,
     _aten._embedding_bag_backward: lambda *args: args[9],  # a sparse gradient, whose values are made for it
 }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.recording import inside_convolution, inside_lstm
+from fused_remat.recording import inside_convolution, inside_lstm, one_dnn
 from fused_remat.recording.inside_layouts import (
     by_channels,
     converted,
@@ -126,8 +126,7 @@ def _batch_norm_backward(out: Any, dy: Tensor, x: Tensor, *rest: Any) -> int:
 
 def _gelu_backward(out: Any, dy: Tensor, x: Tensor, *, approximate: str = "none") -> int:
     """oneDNN's takes dense gradients; ATen's own any."""
-    exact = x.dtype == torch.float32 and approximate == "none"
-    by_one_dnn = exact and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    by_one_dnn = approximate == "none" and one_dnn.computes(x.dtype)
     return made_contiguous(dy) if by_one_dnn and dy.stride() != x.stride() else 0
 
 

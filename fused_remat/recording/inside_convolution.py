@@ -2,7 +2,8 @@
 
 ATen hands most calls in fp32 to oneDNN, which has a list of kernels and takes the first that fits. Each wants its
 operands in a form of its own: as they are, with their channels in blocks, or with their channels innermost; ATen makes
-those, and puts results back. The rules here are those of oneDNN's list for AVX2; `is_known` tells where they hold.
+those, and puts results back. The rules here are those of its lists for AVX2 and AVX-512; `is_known` tells where they
+hold.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_remat.recording import one_dnn
 from fused_remat.recording.inside_layouts import by_channels, copied, made_contiguous, nbytes
 
 _SMALL_CALL = 20480  # elements of an input that torch does not give to oneDNN, if it is a single image
-_BLOCK = 8  # channels
-_WIDEST = 13  # kernel of the weights' gradient that works on blocks
-_WIDEST_BY_CHANNEL = 3  # the same where each channel has its own weights
+_FEW = 3  # channels, of images for instance, that some kernels use as they lie
+_WIDEST_OF_ONE = 7  # kernel with strides of one channel, for the gradient of it by AVX-512's kernels
+_WIDEST_BY_CHANNEL = 3  # kernel of the weights' gradient that works on blocks, where each channel has its own weights
 _PAGE = 4096  # bytes, or numbers, to which parts of scratch memory are rounded up
 _PRODUCT = 40  # bytes that describe one of the products that a batch of them adds up
 _MOST_SCRATCH = 2**30
@@ -62,24 +64,23 @@ def backward(
 
 
 def is_known(x: Tensor, weight: Tensor, stride: list[int], dilation: list[int], groups: int, transposed: bool) -> bool:
-    """Whether what such a call takes is known on this machine: from oneDNN's list for AVX2, or of ATen's own kernel."""
+    """Whether what such a call takes is known on this machine: from one of oneDNN's lists, or of ATen's own kernel."""
     own = not _by_one_dnn(x, weight, stride, dilation, groups, transposed)
-    return own or (x.dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() == "AVX2")
+    return own or (x.dtype == torch.float32 and one_dnn.kernels() is not None)
 
 
 def _by_one_dnn(
     x: Tensor, weight: Tensor, stride: list[int], dilation: list[int], groups: int, transposed: bool
 ) -> bool:
-    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+    if not one_dnn.computes(x.dtype):
         return False
-    if x.dtype in (torch.bfloat16, torch.float16):
-        half = "bf16" if x.dtype == torch.bfloat16 else "fp16"
-        return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{half}_supported")())
+    if x.dtype != torch.float32:
+        return True
     plain = all(s == 1 for s in stride) and all(d == 1 for d in dilation)
     pointwise = all(k == 1 for k in weight.shape[2:])
     worth = not plain or x.shape[0] >= 16 or not pointwise or torch.get_num_threads() > 1
     large = all(k > 3 for k in weight.shape[2:]) or x.shape[0] > 1 or x.numel() > _SMALL_CALL
-    return x.dtype == torch.float32 and worth and (groups > 1 or large)
+    return worth and (groups > 1 or large)
 
 
 def _copies(*tensors: Tensor) -> int:
@@ -95,8 +96,8 @@ def _channels_innermost(x: Tensor, weight: Tensor) -> bool:
     return by_channels(x) or by_channels(weight)
 
 
-def _up(channels: int) -> int:
-    return math.ceil(channels / _BLOCK) * _BLOCK
+def _up(channels: int, block: int) -> int:
+    return math.ceil(channels / block) * block
 
 
 def _rounded(number: int) -> int:
@@ -155,6 +156,8 @@ class _Geometry:
         self.pointwise = self.kernel == 1 and not any(padding)
         self.padded_depth = self.volume and padding[0] > 0
         self.threads = torch.get_num_threads()
+        self.kernels = one_dnn.kernels() or one_dnn.AVX2
+        self.few = self.groups == 1 and self.each_in <= _FEW and not self.pointwise
 
     def scratch_of_products(self) -> int:
         """Of kernels that add up a batch of products, one for each number of the kernel, in each thread."""
@@ -175,10 +178,33 @@ class _Geometry:
             room += self.threads * row * self.source.element_size() + _PAGE
         return room + self.scratch_of_products() + 2 * _PAGE
 
-    def weights_by_unfolding(self) -> bool:
-        """Whether no kernel on blocks fits the gradient of the weights."""
-        widest = _WIDEST_BY_CHANNEL if self.by_channel and not by_channels(self.source) else _WIDEST
-        return self.dilated or self.padded_depth or self.weight.shape[-1] > widest
+    def block_of_data(self) -> int:
+        """Channels in a block of the product and of the source's gradient; 0 where no kernel on blocks fits. Channels
+        of a single group are filled up with zeros."""
+        if self.groups == 1 or self.by_channel:
+            return self.kernels.block
+        return self._in_groups(self.kernels.blocks_in_groups)
+
+    def block_of_weights(self) -> int:
+        """The same of the weights' gradient. Where AVX-512's kernels refuse, those for AVX2 may fit."""
+        return self._weights_for(self.kernels) or self._weights_for(one_dnn.AVX2)
+
+    def _weights_for(self, kernels: one_dnn.Kernels) -> int:
+        wide = kernels is one_dnn.AVX512
+        one_channel = self.by_channel and not by_channels(self.source)
+        if self.weight.shape[-1] > (_WIDEST_BY_CHANNEL if one_channel else kernels.widest):
+            return 0
+        if self.dilated and (not wide or self.strided or self.volume or self.by_channel):
+            return 0
+        if self.padded_depth and not wide:
+            return 0
+        if self.groups > 1 and not self.by_channel:
+            return self._in_groups((kernels.block,))
+        fills = self.each_in >= kernels.block or self.few or self.pointwise or self.by_channel
+        return kernels.block if fills or not wide else 0
+
+    def _in_groups(self, blocks: tuple[int, ...]) -> int:
+        return next((b for b in blocks if self.each_in % b == 0 and self.each_out % b == 0), 0)
 
     def scratch_of_unfolding(self, *, weights: bool, innermost: bool = False) -> int:
         """Of products with one image (of a volume: one slice) unfolded by each thread; for the gradient of the weights
@@ -202,61 +228,66 @@ class _Blocked(_Geometry):
     """Operands dense in the order of their dimensions. Each method returns bytes at the moments that may be the worst,
     the result included."""
 
-    def _blocks(self, t: Tensor) -> int:
-        return nbytes(t) // t.shape[1] * (_up(t.shape[1]) if self.groups == 1 else t.shape[1])
+    def _blocks(self, t: Tensor, block: int) -> int:
+        alone = self.groups == 1 or self.by_channel
+        return nbytes(t) // t.shape[1] * (_up(t.shape[1], block) if alone else t.shape[1])
 
-    def _weights(self, *, few: bool) -> int:
+    def _weights(self, block: int, *, few: bool) -> int:
         if self.groups > 1:
             return nbytes(self.weight)
-        channels = (self.each_in if few else _up(self.each_in)) * _up(self.each_out)
+        channels = (self.each_in if few else _up(self.each_in, block)) * _up(self.each_out, block)
         return channels * self.kernel * self.weight.element_size()
 
-    def _fits_blocks(self) -> bool:
-        """Whether channels of a group fill blocks; those of a single group are filled up with zeros."""
-        return self.groups == 1 or self.by_channel or (self.each_in % _BLOCK == 0 and self.each_out % _BLOCK == 0)
+    def _weights_by_channels(self, block: int) -> int:
+        if self.groups > 1:
+            return nbytes(self.weight)
+        if self.each_in == 1 and self.weight.shape[-1] > _WIDEST_OF_ONE:
+            block = one_dnn.AVX2.block
+        return nbytes(self.weight) // self.each_in * _up(self.each_in, block)
 
-    def _of_strided_pointwise(self) -> int:
+    def _of_strided_pointwise(self, block: int) -> int:
         """The pixels of one image that a strided pointwise kernel reads, in each thread."""
+        if not (self.strided and self.pointwise and self.groups == 1):
+            return 0
         pixels = math.prod(self.destination.shape[2:])
-        return self.threads * _up(self.each_in) * pixels * self.source.element_size() if self.strided else 0
+        return self.threads * _up(self.each_in, block) * pixels * self.source.element_size()
 
     def product(self) -> list[int]:
         """From the source to the destination."""
         source, result = nbytes(self.source), nbytes(self.destination)
         if self.by_channel and self.volume:  # by way of channels innermost
             return [source + nbytes(self.weight) + result, 3 * result]
-        if not self._fits_blocks():
+        block = self.block_of_data()
+        few = self.each_in < self.kernels.block and self.groups == 1 and not self.pointwise
+        if not block and self.each_in <= _FEW and self.each_out % one_dnn.AVX2.block == 0:  # of every group
+            block, few = one_dnn.AVX2.block, True
+        if not block:
             return [self.scratch_of_unfolding(weights=False) + result, 2 * result]
-        blocks = self._blocks(self.destination)
-        if self.pointwise and self.groups == 1:
-            taken = self._blocks(self.source) + self._of_strided_pointwise()
-        else:
-            few = self.groups == 1 and self.each_in < _BLOCK
-            taken = 0 if few else self._blocks(self.source)
-        few = self.each_in < _BLOCK and not self.pointwise
-        return [taken + self._weights(few=few) + blocks, blocks + result]
+        blocks = self._blocks(self.destination, block)
+        taken = 0 if few else self._blocks(self.source, block) + self._of_strided_pointwise(block)
+        return [taken + self._weights(block, few=few) + blocks, blocks + result]
 
     def gradient_of_source(self) -> list[int]:
         """From the destination's gradient."""
-        result = nbytes(self.source)
-        if not self._fits_blocks() or (self.volume and self.by_channel) or (self.strided and self.dilated):
+        result, block = nbytes(self.source), self.block_of_data()
+        unknown = (self.volume and self.by_channel) or (self.dilated and (self.strided or self.by_channel))
+        if not block or unknown:
             return [self.scratch_of_unfolding(weights=False) + result, 2 * result]
         if self.strided and not self.by_channel:  # by way of channels innermost, put back into order in two steps
-            taken = nbytes(self.destination) + self._weights(few=False) + self.scratch_of_strided_gradient()
+            taken = nbytes(self.destination) + self._weights_by_channels(block) + self.scratch_of_strided_gradient()
             return [taken + result, 3 * result]
-        blocks = self._blocks(self.source)
-        return [self._blocks(self.destination) + self._weights(few=False) + blocks, blocks + result]
+        blocks = self._blocks(self.source, block)
+        return [self._blocks(self.destination, block) + self._weights(block, few=False) + blocks, blocks + result]
 
     def gradient_of_weights(self) -> list[int]:
         """From the source and the destination's gradient."""
-        result = nbytes(self.weight)
-        if self.weights_by_unfolding() or not self._fits_blocks() or (self.volume and self.by_channel):
+        result, block = nbytes(self.weight), self.block_of_weights()
+        if not block or (self.volume and self.by_channel):
             return [self.scratch_of_unfolding(weights=True) + result, 2 * result]
-        few = self.each_in == 3 and self.groups == 1 and not self.pointwise
-        taken = self._blocks(self.destination) + (0 if few else self._blocks(self.source))
-        if self.pointwise and self.groups == 1:
-            taken += self._of_strided_pointwise()
-        weights = self._weights(few=few)
+        few = self.few and (self.each_in == _FEW or block == one_dnn.AVX512.block)
+        taken = self._blocks(self.destination, block)
+        taken += 0 if few else self._blocks(self.source, block) + self._of_strided_pointwise(block)
+        weights = self._weights(block, few=few)
         return [taken + weights, weights + result]
 
 
@@ -271,7 +302,7 @@ class _Innermost(_Geometry):
     def _weights(self) -> int:
         if self.by_channel:
             return nbytes(self.weight)
-        return nbytes(self.weight) // self.each_out * _up(self.each_out)
+        return nbytes(self.weight) // self.each_out * _up(self.each_out, self.kernels.block)
 
     def forward(self, x: Tensor) -> int:
         """Of a call on `x`."""
@@ -285,7 +316,7 @@ class _Innermost(_Geometry):
             moments.append(self._of_data(up=x is self.destination) - result)
         if wanted[1]:
             moments.append(self._blocks_of_weights() + result)
-            if self.weights_by_unfolding():
+            if not self.block_of_weights():
                 moments.append(self.scratch_of_unfolding(weights=True, innermost=True))
         return self._ordered(x, dy, self.weight) + max(moments)
 
@@ -298,5 +329,5 @@ class _Innermost(_Geometry):
 
     def _blocks_of_weights(self) -> int:
         if self.by_channel and self.weight.shape[-1] > _WIDEST_BY_CHANNEL:
-            return nbytes(self.weight) * _BLOCK * _BLOCK
+            return nbytes(self.weight) * self.kernels.block**2
         return self._weights()

@@ -19,7 +19,7 @@ _PROMOTING = {
     _aten.addcmul_, _aten.addcdiv_,
 }  # fmt: skip
 _REDUCING = {_aten.sum, _aten.nansum, _aten.prod, _aten.cumsum, _aten.cumprod}
-_PRODUCTS = {
+PRODUCTS = {
     _aten.mm: (0, 1), _aten.bmm: (0, 1), _aten.addmm: (1, 2), _aten.baddbmm: (1, 2), _aten.addbmm: (1, 2),
     _aten.mv: (0,), _aten.addmv: (1,),
 }  # fmt: skip
@@ -83,7 +83,7 @@ def of_products(func: Any, args: tuple[Any, ...]) -> int:
     """Copies of matrices that BLAS cannot read: with strides between the numbers of both rows and columns, or none.
     Batches are multiplied one by one."""
     taken = 0
-    for position in _PRODUCTS.get(func._overloadpacket, ()):
+    for position in PRODUCTS.get(func._overloadpacket, ()):
         matrix = args[position]
         if not _is_readable(matrix):
             taken = max(taken, nbytes(matrix) // (max(1, matrix.shape[0]) if matrix.ndim == 3 else 1))
