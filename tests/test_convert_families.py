@@ -136,8 +136,9 @@ def test_bfloat16_parameters_are_as_precise_as_stock(name):
 def test_life_of_a_converted_model(name):
     family, model = made(name)
     stock = copy.deepcopy(model)
-    # Not Adam: it makes a step of full size of a gradient that is 0 but for rounding (a key's bias).
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9) for m in (model, stock)]
+    # Not Adam: it makes a step of full size of a gradient that is 0 but for rounding (a key's bias). And slowly: what
+    # diverges multiplies rounding.
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in (model, stock)]
     identities, keys = [id(p) for p in model.parameters()], list(model.state_dict())
     convert(model)
     assert [id(p) for p in model.parameters()] == identities and list(model.state_dict()) == keys

@@ -43,8 +43,8 @@ def test_sums_are_closer_to_the_true_gradient(name):
             truth[parameter] = truth.get(parameter, 0) + gradient
     wide, narrow = sums(case, into="main_grad"), sums(case)
     total = lambda found: sum(cases.relative_error(found[p], truth[p]) for p in truth) / len(truth)
-    # What the stock parts of a block round on the way is in both.
-    factor = 1.0 if name == "converted-block" else 0.75
+    # What the stock parts of a block round on the way is in both, and what the library's products round.
+    factor = 1.0 if name == "converted-block" or rounds_products else 0.75
     assert total(wide) < factor * total(narrow), (total(wide), total(narrow))
 
 
@@ -144,7 +144,7 @@ def test_bytes_with_and_without(rows):
     handle = fused_remat.accumulate_in_fp32([given["w_up"], given["w_down"]])
     wide = measure(step, repeats=1)
     assert wide.gradient_bytes == 4 * weights
-    assert wide.backward_peak_above_gradients_bytes <= 1.01 * workspace
+    assert wide.backward_peak_above_gradients_bytes <= 1.01 * workspace + cases.packed_by_the_library(BF16)
     assert wide.kept_bytes == narrow.kept_bytes
     accumulator = 4 * weights if rows == 1024 else 0
     assert narrow.backward_peak_above_gradients_bytes >= accumulator

@@ -273,8 +273,9 @@ def test_peaks_stay_within_workspace_and_accumulators(backend, dtype, rows, gate
     accumulator = 0 if dtype == torch.float32 else 4 * (rows * width if axis == "features" else weights)
     narrow = 4 * rows * rank * len(ALL[gated]) if axis == "features" else 0
     assert measured.kept_bytes == 0
-    assert measured.backward_peak_above_gradients_bytes <= 1.01 * (workspace + accumulator + narrow)
-    assert measured.forward_peak_above_output_bytes <= 1.01 * workspace
+    packed = cases.packed_by_the_library(dtype)
+    assert measured.backward_peak_above_gradients_bytes <= 1.01 * (workspace + accumulator + narrow) + packed
+    assert measured.forward_peak_above_output_bytes <= 1.01 * workspace + packed
 
 
 @BACKEND

@@ -31,14 +31,16 @@ def test_peaks_stay_within_workspace_and_accumulator(dtype, rows, workspace, gat
     assert axis == ("features" if rows < (3 if gated else 2) * hidden else "tokens")
     assert nbytes <= workspace
     chunks = -(-hidden // tile_features) if axis == "features" else -(-rows // tile_rows)
-    assert chunks > 1
+    packed = cases.packed_by_the_library(dtype)
+    assert chunks > 1 or packed  # half precision that the processor multiplies as it is may fit at once
     measured = _measure(given, workspace=workspace)
     weights = (3 if gated else 2) * hidden * width
     # fp32 gradients accumulate in themselves; bf16 ones in an fp32 copy of what the inner loop sums.
     accumulator = 0 if dtype == torch.float32 else 4 * (rows * width if axis == "features" else weights)
+    bound = 1.01 * (workspace + accumulator) + packed
     assert measured.kept_bytes <= 64
-    assert measured.backward_peak_above_gradients_bytes - measured.kept_bytes <= 1.01 * (workspace + accumulator)
-    assert measured.forward_peak_above_output_bytes - measured.kept_bytes <= 1.01 * workspace
+    assert measured.backward_peak_above_gradients_bytes - measured.kept_bytes <= bound
+    assert measured.forward_peak_above_output_bytes - measured.kept_bytes <= 1.01 * workspace + packed
     products = 11 if gated else 7
     assert measured.forward_gemm_flop + measured.backward_gemm_flop == products * 2 * rows * width * hidden
 

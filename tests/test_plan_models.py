@@ -60,7 +60,8 @@ def checked(step: Step, planned: Plan, *, exact: float = 1e-5) -> Plan:
     (whole, stock), (peak, own) = step.run(), step.run(planned)
     assert peak <= planned.measured.peak * 1.001 and peak <= whole
     if planned.predicted is not None:
-        assert abs(planned.predicted.peak - peak) <= 0.1 * peak
+        within = 0.25 if any("leave out" in note for note in planned.notes) else 0.1
+        assert abs(planned.predicted.peak - peak) <= within * peak
     assert own.keys() == stock.keys()
     for name, value in stock.items():
         assert torch.allclose(own[name], value, atol=exact, rtol=1e-3), name

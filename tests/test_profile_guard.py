@@ -10,7 +10,7 @@ from torch.profiler import profile as torch_profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_remat
-from fused_remat.profile import profile
+from fused_remat.profile import kept, profile
 
 
 class Stateful(nn.Module):
@@ -172,3 +172,17 @@ def test_arguments_are_checked_before_anything_runs(arguments, error, says):
     assert Counts.calls == 0
     with pytest.raises(TypeError, match=r"model must be an nn\.Module"):
         profile(torch.relu, torch.randn(2, 16))
+
+
+def test_tensors_made_of_other_things_than_tensors():
+    """A DTensor names its mesh among its parts; one that lives anywhere in the process is looked at."""
+
+    class Spread(torch.Tensor):
+        def __tensor_flatten__(self):
+            return ["part", "mesh"], None
+
+    part = torch.ones(8)
+    spread = torch.empty(8).as_subclass(Spread)
+    spread.part, spread.mesh = part, object()
+    assert kept.storages(spread) == kept.storages(part) == [(part.untyped_storage()._cdata, 32)]
+    assert profile(Tower(depth=1), torch.randn(4, 16)).recording.kept_bytes > 0

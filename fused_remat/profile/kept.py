@@ -163,7 +163,8 @@ def storages(tensor: Tensor) -> list[tuple[int, int]]:
     """(identity, bytes) of a tensor's storage; of its parts' for a wrapper; none for a tensor without one (sparse)."""
     flatten = getattr(type(tensor), "__tensor_flatten__", None)
     if flatten is not None:
-        return [pair for name in flatten(tensor)[0] for pair in storages(getattr(tensor, name))]
+        parts = (getattr(tensor, name) for name in flatten(tensor)[0])  # a DTensor's mesh among them
+        return [pair for part in parts if isinstance(part, Tensor) for pair in storages(part)]
     try:
         storage = tensor.untyped_storage()
         return [(storage._cdata, storage.nbytes())]
