@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in ("cuda", "simt") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(2400))
+
+
+def pytest_collection_finish() -> None:
+    """What was made by now, many thousand tests among it, stays: who measures need not look through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ LEVEL2 = (
     "mlp_fwd", "mlp_bwd", "attention_fwd", "attention_bwd", "multi_head_attention_fwd", "multi_head_attention_bwd",
 )  # fmt: skip
 _BLOCK_ROWS = 128  # that one partial sum of a bias gradient covers, at the least half as many in GPU kernels
+_RESHAPING = (torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.ops.aten.set_)
 _ANY_DEVICE = torch._C.DispatchKey.CompositeExplicitAutograd
 
 _known: dict[tuple[Any, ...], int] = {}
@@ -87,6 +88,18 @@ def _signature(argument: Any) -> Any:
     return tuple(argument) if isinstance(argument, list) else argument
 
 
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Tensor | None:
+    """The tensor that an operator does nothing to but write its numbers: it makes no other. (On "meta" torch would
+    decompose it in Python, for each of many thousand tiles.)"""
+    returned = func._schema.returns
+    if len(returned) != 1 or returned[0].alias_info is None or not returned[0].alias_info.is_write:
+        return None
+    if torch.Tag.inplace_view in func.tags or func._overloadpacket in _RESHAPING:
+        return None
+    given = args[0] if func._schema.name.endswith("_") else (kwargs or {}).get("out")
+    return given if isinstance(given, Tensor) else None
+
+
 class _Inside(TorchDispatchMode):
     """Adds up the storages made inside. `level`: bytes of those alive; `peak`: its highest value."""
 
@@ -98,6 +111,8 @@ class _Inside(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fused_remat":
             return self._level3(func, args)
+        if (written := _written(func, args, kwargs)) is not None:
+            return written
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
