@@ -33,8 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(2400))
 
 
-def pytest_collection_finish() -> None:
-    """What was made by now, many thousand tests among it, stays: who measures need not look through it each time."""
+@pytest.fixture(autouse=True, scope="module")
+def nothing_old_is_looked_through() -> None:
+    """What there is by now, ten thousand tests among it, stays. Who measures collects garbage and looks for tensors,
+    which takes seconds in such a process, and does not see what was made before this."""
     gc.collect()
     gc.freeze()
 

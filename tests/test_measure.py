@@ -13,8 +13,12 @@ M, D, F = 96, 32, 80
 FP32 = 4
 RNG_STATE = torch.get_rng_state().nbytes  # checkpointing keeps a copy of it
 
-# Python holds the tensors made here, so they are "the caller's".
-X = torch.randn(M, D, requires_grad=True)
+
+@pytest.fixture(autouse=True, scope="module")
+def callers(nothing_old_is_looked_through) -> None:
+    """Python holds the tensor made here, so it is "the caller's"."""
+    global X
+    X = torch.randn(M, D, requires_grad=True)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
