@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,9 +87,10 @@ def test_convolutions():
 @pytest.mark.skipif(not ONE_DNN or one_dnn.kernels() is not one_dnn.AVX512, reason="no AVX-512, or no oneDNN")
 def test_convolutions_by_the_other_list():
     """oneDNN reads its limit once in a process."""
-    program = "from test_recording_operators import test_convolutions as test; test()"
+    program = "import conftest; from test_recording_operators import test_convolutions as test; test()"
+    here = Path(__file__).parent
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (here, here.parent)))
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=600)
 
 
