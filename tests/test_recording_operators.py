@@ -17,7 +17,6 @@ from fused_remat.recording import one_dnn, record_step
 from fused_remat.training_step import make_step
 
 SLACK = 1024  # bytes: numbers that kernels wrap in tensors
-ONE_DNN = torch.backends.mkldnn.is_available()
 ZEROS = ("cumprod of elements with zeros among them", "prod of elements with zeros among them")
 
 
@@ -79,12 +78,12 @@ def test_products_in_half_precision_are_named_where_one_dnn_computes_them(dtype,
     assert predicted() == ()
 
 
-@pytest.mark.skipif(not ONE_DNN or one_dnn.kernels() is None, reason="what oneDNN chooses here is not known")
+@pytest.mark.skipif(not one_dnn.is_on() or one_dnn.kernels() is None, reason="what oneDNN chooses here is not known")
 def test_convolutions():
     check(both(CONVOLUTIONS), within=0.1)
 
 
-@pytest.mark.skipif(not ONE_DNN or one_dnn.kernels() is not one_dnn.AVX512, reason="no AVX-512, or no oneDNN")
+@pytest.mark.skipif(not one_dnn.is_on() or one_dnn.kernels() is not one_dnn.AVX512, reason="no AVX-512, or no oneDNN")
 def test_convolutions_by_the_other_list():
     """oneDNN reads its limit once in a process."""
     program = "import conftest; from test_recording_operators import test_convolutions as test; test()"
@@ -109,7 +108,7 @@ def test_convolutions_of_aten(without_one_dnn):
     check(both({name: CONVOLUTIONS[name] for name in OF_ATEN}), within=0.1)
 
 
-@pytest.mark.skipif(not ONE_DNN, reason="no oneDNN here")
+@pytest.mark.skipif(not one_dnn.is_on(), reason="no oneDNN here")
 def test_convolutions_on_other_processors_are_named(monkeypatch):
     step = make_step(Parts({"many": Part(*CONVOLUTIONS["many"], dense=False)}), (), loss=lambda y: y)
     monkeypatch.setattr(one_dnn, "processor_knows", lambda instructions: False)

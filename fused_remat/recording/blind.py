@@ -33,8 +33,6 @@ _UNKNOWN = {
 }  # fmt: skip
 # Of torch itself, or followed into by formulas; operators of others have fake kernels that tell of results alone.
 _KNOWN_NAMESPACES = {"aten", "prim", "prims", "profiler", "fused_remat", "c10d", "_c10d_functional"}
-
-
 # They hand matrices to BLAS or oneDNN, by dtype.
 _MULTIPLYING = {
     *PRODUCTS, _aten._scaled_dot_product_flash_attention_for_cpu,

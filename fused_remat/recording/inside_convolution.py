@@ -270,8 +270,8 @@ class _Blocked(_Geometry):
     def gradient_of_source(self) -> list[int]:
         """From the destination's gradient."""
         result, block = nbytes(self.source), self.block_of_data()
-        unknown = (self.volume and self.by_channel) or (self.dilated and (self.strided or self.by_channel))
-        if not block or unknown:
+        unfolds = (self.volume and self.by_channel) or (self.dilated and (self.strided or self.by_channel))
+        if not block or unfolds:
             return [self.scratch_of_unfolding(weights=False) + result, 2 * result]
         if self.strided and not self.by_channel:  # by way of channels innermost, put back into order in two steps
             taken = nbytes(self.destination) + self._weights_by_channels(block) + self.scratch_of_strided_gradient()
